@@ -62,7 +62,6 @@ DRIFT_CHECK_INTERVAL_S = 10.0
 """Interval between drift checks. One check takes 4 ms for 64 workers."""
 
 RESPONSE_ENDS_INTERVAL_S = 1.0
-"""Interval between fetches of the ends of response lanes."""
 
 HEARTBEAT_WINDOW_TIMEOUTS = 4
 """Time before a router's start whose heartbeats are read, in worker time-outs."""

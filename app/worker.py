@@ -68,7 +68,6 @@ log = logging.getLogger(__name__)
 DRAIN_NOTICE_HEARTBEATS = 2
 """Heartbeats during which a draining worker still accepts runs, until routers have noticed."""
 SHUTDOWN_STEP_S = 5.0
-"""Time limit of each step of the shutdown, in seconds."""
 
 
 class WorkerIdTaken(OperatorError):

@@ -70,7 +70,6 @@ class BatchView:
         self._files: dict[str, FileCard] = {}
         self._jobs: dict[str, BatchJob] = {}
         self._open: dict[int, dict[str, BatchJob]] = {}
-        """Jobs that have not ended, by partition."""
         self._cancels: dict[str, int] = {}
         self._removed: set[str] = set()
         self._overwritten: dict[str, int] = {}
@@ -114,7 +113,6 @@ class BatchView:
         return self._cancels.get(job_id)
 
     def is_deleted(self, response_id: str) -> bool:
-        """Whether a stored response was deleted."""
         self._expire()
         return any(response_id in deletions for deletions in self._deletions.values())
 
@@ -321,7 +319,6 @@ class BatchLog:
         return entity_id
 
     async def read_to_end(self, partition: int) -> None:
-        """Wait until the view has all that is in a partition now."""
         ends = await self._log.end_offsets(BATCH_JOBS, [partition])
         await self._wait_for(partition, ends[partition])
 

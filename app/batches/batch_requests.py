@@ -25,7 +25,6 @@ from kvlane.streams.topics import MAX_RECORD_BYTES
 
 _BOM = b"\xef\xbb\xbf"
 _MOST_BLANKS = 100
-"""White space of a blank line that is skipped with others."""
 
 
 class JsonlLine(NamedTuple):
@@ -69,7 +68,6 @@ def _line(
     most_bytes: int,
     is_long: bool,  # noqa: FBT001
 ) -> JsonlLine | None:
-    """The line of two parts; None for a blank one."""
     if is_long or len(held) + len(rest) > most_bytes:
         return JsonlLine(number, None)
     whole = bytes(held) + rest

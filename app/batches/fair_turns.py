@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 
 QueuePlace = asyncio.Future[None]
-"""A place in the queue; done once the turn has come."""
 
 
 class FairTurns:

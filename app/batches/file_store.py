@@ -29,7 +29,6 @@ _PART = b"FilePart"
 _FENCE = b"FileFence"
 _FENCE_KEY = b"fence"
 PARTS_PER_POLL = 4
-"""Parts that a reader has in memory at a time."""
 TOMBSTONES_PER_BATCH = 500
 
 
@@ -68,7 +67,6 @@ class PartOrder:
         """All lower numbers have come."""
         self._beyond: set[int] = set()
         self.number = -1
-        """Number of the last part that counted."""
 
     @property
     def next_number(self) -> int:

@@ -98,11 +98,9 @@ class JobOutput:
         self._files = (_OutputFile(output_file_id(job.id)), _OutputFile(error_file_id(job.id)))
         self._is_done = bytearray(job.lines + 1)
         self._parts = [0, 0]
-        """Numbers of the next parts."""
         self.positions = dict(job.results_from)
         """Offsets of `results` before which every result is in the files."""
         self.left = job.lines
-        """Requests without a line."""
         self.unwritten_bytes = 0
 
     @property

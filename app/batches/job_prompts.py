@@ -34,7 +34,6 @@ from kvlane.streams.record_types.batch_records import (
 from kvlane.streams.topics import BATCH
 
 MAX_ERRORS = 100
-"""Errors of an input that are listed."""
 
 
 class CheckedInput(NamedTuple):
@@ -131,11 +130,9 @@ class JobPrompts:
         self._output = output
         self._is_continued = is_continued
         self.published = job.published
-        """Index of the last request whose prompt is appended."""
         self.under_way = set(output.undone(job.published))
         self._has_room = asyncio.Event()
         self._is_full = False
-        """Publication waits for room."""
         self._pauses = False
         self._is_published = False
         self._is_withdrawn = False

@@ -50,7 +50,6 @@ UNRUN: Mapping[BatchEnding, tuple[str, str]] = {
         "This request could not be executed before the completion window expired.",
     ),
 }
-"""Code and message of a request that was not run."""
 
 
 class EndsEarly(Exception):
@@ -212,7 +211,6 @@ class JobRun:
         return _Work(given, output, prompts)
 
     async def _validate(self, given: JobInput) -> bool:
-        """Check each line; false if the job has failed. Raises EndsEarly."""
         checked = await given.check(self._check_early_end)
         if checked.errors:
             await self.fail("", "", *checked.errors)

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 TABLE_WIDTH = 160
-"""Width of tables in files and pipes, in characters."""
 
 
 def make_console() -> Console:

@@ -26,7 +26,6 @@ from kvlane.streams.records import End
 CHECK_AFTER_S = 3.0
 """Time without any text after which `follow` checks whether the id was ever published."""
 CHECK_TIMEOUT_S = 10.0
-"""Time limit of that check."""
 
 MAX_PENDING_PROMPTS = 200
 """Most pending prompts; more wait, so that a large file needs little memory."""

@@ -65,7 +65,6 @@ class FleetSize(NamedTuple):
     written_bytes_s: float
     """By all brokers of one deployment, replicas included."""
     router_cores: float
-    """Of each router."""
     gateway_cores: float
     """Of all gateways of a deployment."""
 

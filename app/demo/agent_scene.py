@@ -13,7 +13,6 @@ import openai
 MODEL = "scripted"
 QUESTION = "Shall I take the train to Köln?"
 TOOLS: Mapping[str, str] = {"weather": "rain in Köln", "trains": "the train leaves at 9:41"}
-"""Tools and their results."""
 ANSWER = "Yes: it rains in Köln, and the train leaves at 9:41."
 ARGUMENTS = '{"city": "Köln", "days": ["today", "tomorrow"], "language": "English"}'
 TOKEN_MS = 15.0

@@ -29,7 +29,6 @@ class DemoAnswer:
     text_times: list[float] = field(default_factory=list)
     text: str = ""
     tokens: list[int] | None = None
-    """Token ids, for clients that receive them."""
     finish_reason: str = ""
 
     def add_record(self, record: Chunk | End, now: float) -> None:

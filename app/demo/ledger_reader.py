@@ -47,7 +47,6 @@ class LedgerDecisions:
         return [decision.worker for decision in self.decisions(request_id)]
 
     def answering_workers(self, request_id: str) -> list[str]:
-        """The workers that generate its answer, in order: all but those of prefills."""
         return [d.worker for d in self.decisions(request_id) if d.phase != "prefill"]
 
     def cached_tokens(self, request_id: str) -> int | None:

@@ -61,7 +61,6 @@ class PolicyRun(NamedTuple):
     duration_s: float
     cached_share: float
     busiest_worker_share: float
-    """Share of requests on the worker with the most."""
     prediction_errors: Mapping[str, Sequence[float]]
     """By name, errors of predicted times as shares of the measured ones; empty without any."""
 

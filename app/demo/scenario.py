@@ -227,7 +227,6 @@ class DemoScenario(DemoSession):
         return turns
 
     async def _wait_for_script(self) -> None:
-        """Wait until the gateway serves the scripted model, and an answer of it has come."""
         until = self._clock.now() + READY_S
         messages: list[Any] = [{"role": "user", "content": "ready?"}]
         while True:

@@ -54,7 +54,6 @@ LARGE: dict[str, Any] = {
     "torch_dtype": "bfloat16", "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
 }  # fmt: skip
-"""Fields of the configuration of Llama 3.2 1B, without its vocabulary."""
 Weights = dict[str, NDArray[np.float32]]
 
 

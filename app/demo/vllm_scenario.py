@@ -44,7 +44,6 @@ DISAGGREGATED_COPIES, DISAGGREGATED_PER_S = 1, 4.0
 LONGEST_ANSWER = 12
 LONG_ANSWER = 600
 KILL_AFTER_TOKENS = 100
-"""Tokens of the long answer after which its worker is killed."""
 MIN_HANDED_OVER = 0.9
 """Share of prompts; on a busy machine the time limit of a hand-over may pass."""
 MIN_COMPARED = 0.8
@@ -73,7 +72,6 @@ class VllmScenario(DemoSession):
     ready_timeout_s = READY_S
 
     async def run(self) -> bool:
-        """Run it. Raises DeploymentFailed when a process ends."""
         self._console.print(f"{self._workers_shown} with vLLM are starting", style="dim")
         return await self.play(self._steps)
 

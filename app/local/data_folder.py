@@ -41,8 +41,6 @@ def default_folder() -> Path:
 
 
 class DataFolder:
-    """A data folder, locked from `open` to `close`."""
-
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self._lock: IO[str] | None = None
@@ -78,7 +76,6 @@ class DataFolder:
             clean_up(left, docker=self.broker_kind == "docker")
 
     def close(self) -> None:
-        """Unlock. Idempotent."""
         for file in (self._cleanup, self._lock):
             if file is not None:
                 file.close()
@@ -91,7 +88,6 @@ class DataFolder:
 
     @property
     def broker_kind(self) -> str:
-        """The kind of broker of the existing data; "" without any."""
         with contextlib.suppress(FileNotFoundError):
             return (self.path / KIND_FILE).read_text().strip()
         return ""

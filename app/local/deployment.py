@@ -32,7 +32,6 @@ from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Log
 
 STOP_TIMEOUT_S = 20.0
-"""Grace period of a stop, before processes are killed."""
 READY_TIMEOUT_S = 180.0
 """Start timeout of a process, with several of them starting on a busy machine."""
 NO_URLS: Mapping[str, str] = {}

@@ -27,7 +27,6 @@ from kvlane.streams.brokers.watchdog import ProcessGuard
 
 TAIL_LINES = 15
 READY_LINE = " is ready\n"
-"""End of the line that every process logs when it has started."""
 
 
 class DeploymentFailed(OperatorError):
@@ -69,7 +68,6 @@ class ManagedProcess:
 
     @property
     def has_started(self) -> bool:
-        """Whether it has logged that it is ready."""
         return READY_LINE in self.output
 
     @property

@@ -24,7 +24,6 @@ BROKER_CHECK_INTERVAL_S = 1.0
 MAX_MISSED_CHECKS = 3
 """Failed checks of an external broker before it counts as down; one for a broker started here."""
 MAX_LAST_LINES = 2
-"""Lines of output to show of a failed process: the error and the advice."""
 
 
 class RestartBackoff:

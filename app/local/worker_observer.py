@@ -40,7 +40,6 @@ class WorkerObserver:
             await self._follower.wait_caught_up()
 
     async def close(self) -> None:
-        """Stop reading. Idempotent."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)

@@ -54,8 +54,6 @@ class BatchTask:
 
 @dataclass(slots=True)
 class BatchCounts:
-    """Totals of a run, in tokens. `recomputed`: computed again after a preemption."""
-
     output_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
@@ -72,7 +70,6 @@ class BatchWork:
     runs_per_worker: int = 16
     """Mode `no classes`: runs at a time for each worker."""
     tasks: dict[str, BatchTask] = field(default_factory=dict)
-    """All that have come and are not over, by id."""
     counts: BatchCounts = field(default_factory=BatchCounts)
     _order: JobOrder = field(default_factory=JobOrder)
     _window: deque[BatchTask] = field(default_factory=deque)

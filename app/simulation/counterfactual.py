@@ -48,7 +48,6 @@ from kvlane.streams.request import Hints, Request, StopConditions
 
 _ROLES = ("aggregated", "decode")
 DEFAULT_CACHE_BLOCKS = 16_384
-"""Assumed cache size of an engine that does not report one."""
 
 
 class RecordedRequest(NamedTuple):
@@ -109,7 +108,6 @@ class CaptureReader:
             self._ran.setdefault(line.end.id, []).append(line)
 
     def build_period(self) -> CapturedPeriod:
-        """Build the period. Raises InvalidTrace if it has no request to simulate."""
         models = Counter(request.model for request in self._requests.values())
         if not models:
             raise InvalidTrace(

@@ -33,9 +33,7 @@ from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 BLOCK_TOKENS = 64
 SPLIT = CHUNK_TOKENS // BLOCK_TOKENS
 UNBOUNDED = BatchBounds(max_step_ms=400.0, max_blocked_share=1.0)
-"""Bounds of a fleet without interactive requests."""
 ALONE_S = 30.0
-"""Duration of the run that measures it, in simulated seconds."""
 
 
 class MixedRun(NamedTuple):
@@ -59,8 +57,6 @@ class MixedMetrics(NamedTuple):
 
 
 class Mix:
-    """A trace and batch work, prepared once for all runs."""
-
     def __init__(
         self, rows: Sequence[TraceRow], batch_rows: Sequence[TraceRow], run: MixedRun
     ) -> None:
@@ -131,7 +127,6 @@ def mixed_row(found: MixedMetrics) -> dict[str, Any]:
 
 
 def recomputed_share(batch: BatchCounts) -> float:
-    """The part of all tokens computed for batch requests that was computed before."""
     return batch.recomputed_tokens / max(batch.computed_tokens, 1)
 
 

@@ -90,7 +90,6 @@ class SharedViews:
         self._unread.clear()
 
     def on_changed_engines(self, curves: PerfCurves) -> None:
-        """Publish cards with the curves that the engines have now, if cards have any."""
         coefficients = curves.coefficients() if self._publishes_curves else None
         for member in list(self.fleet.members.values()):
             config = replace(member.card.config, curve=coefficients)

@@ -64,7 +64,6 @@ class SimulatedRouter:
     queue: RouterQueue
     ledger: SimulatedLedger
     _requests: dict[RequestKey, LaneRequest] = field(default_factory=dict)
-    """All that are not dispatched."""
     _arrived: list[RequestKey] = field(default_factory=list)
     """Requests that were never planned."""
 

@@ -66,7 +66,6 @@ class SimulatedWorker:
         """Ends of the current decode-only steps; the state is that before them."""
 
     def admit(self, sequence: BatchSequence, now_ms: float) -> None:
-        """Admit a request to the next step. Raises ValueError, see `run_step`."""
         add_sequence(self.state, sequence)
         self._end_after_current(now_ms)
 
@@ -130,7 +129,6 @@ class SimulatedWorker:
         return done
 
     def started(self) -> tuple[BatchSequence, ...]:
-        """The received sequences that the step under way has begun with."""
         return () if self._step is None else self._step.received
 
     def token_gaps(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -160,7 +158,6 @@ class EventQueue:
     """Heap of ends with the worker's number; stale where it differs from the worker's
     `ends_at_ms`."""
     _actions: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    """Heap of delayed actions: time, sequence number, action."""
     _action_count: int = 0
 
     @property

@@ -109,7 +109,6 @@ def _errors(requests: Sequence[SimulatedRequest]) -> dict[str, float]:
 
 
 def _gap_percentile(workers: Sequence[SimulatedWorker], percent: float) -> float | None:
-    """Percentile of the time between tokens, in ms; None without any."""
     found = [worker.token_gaps() for worker in workers]
     gaps = np.concatenate([[], *(gaps for gaps, _ in found)])
     counts = np.concatenate([[], *(counts for _, counts in found)])
@@ -154,8 +153,6 @@ class SimulationRun(NamedTuple):
 
 
 class PreparedTrace:
-    """The requests of a trace, prepared once for any number of runs."""
-
     def __init__(self, rows: Sequence[TraceRow], ttft_targets_ms: Sequence[float] = ()) -> None:
         """`ttft_targets_ms`: targets of the time to a first token, of the requests in turn."""
         self.rows = rows
@@ -163,7 +160,6 @@ class PreparedTrace:
         self._requests = {False: trace_requests(rows, ttft_targets_ms=ttft_targets_ms)}
 
     def requests_for(self, policy: str) -> list[TraceRequest]:
-        """The requests, with sessions if the policy uses them."""
         in_sessions = uses_sessions(policy)
         if in_sessions not in self._requests:
             self._requests[in_sessions] = trace_requests(
@@ -267,7 +263,6 @@ def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str
 
 
 def _circumstances(run: SimulationRun) -> Iterator[str]:
-    """Descriptions of the parameters that are not at their default."""
     usual = SimulationRun("", 0)
     if run.handover_rules is not None:
         yield "free roles"

@@ -79,14 +79,12 @@ class Simulator:
     requests: list[SimulatedRequest] = field(default_factory=list)
     _by_id: dict[str, SimulatedRequest] = field(default_factory=dict)
     _unfinished: int = 0
-    """Requests that came and are not over."""
     _events: EventQueue = field(init=False)
     _event_delay_ms: float = field(init=False)
     _wake_ms: float = NEVER
     """When a router plans next without a new event."""
     _heartbeat_ms: float = 0.0
     _last_event_ms: float = 0.0
-    """Time of the last arrival or end of a step."""
     _has_news: bool = False
     """Whether routers have read records of workers since they planned last."""
     _idle: dict[int, SimulatedWorker] = field(default_factory=dict)
@@ -307,7 +305,6 @@ class Simulator:
         worker: SimulatedWorker,
         now_ms: float,
     ) -> None:
-        """Choose a decode worker once routers have read that the prompt is computed."""
         took_ms = now_ms - simulated.sent_ms - self.conditions.dispatch_delay_ms
         simulated.cached_tokens = sequence.cached_tokens
         simulated.prefill_worker, simulated.held = worker.name, (worker, sequence)

@@ -70,7 +70,6 @@ class _Text:
 
 
 SessionGenerator = Callable[[Random, _Text, float], Iterator[TraceRow]]
-"""Generator of the requests of one session in order, from its start time in ms."""
 
 
 class _SessionProfile(NamedTuple):

@@ -125,8 +125,6 @@ class CapturedPrefill(CaptureLine, frozen=True, tag="Prefilled"):
 
 
 class CapturedRun(CaptureLine, frozen=True, tag="Ran"):
-    """The end of a run. `end` without its message."""
-
     at_ms: int
     end: Finished
 
