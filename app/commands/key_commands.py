@@ -40,7 +40,7 @@ def create(
     *,
     tenant: Annotated[str, typer.Option(help="Owner of the key. A new tenant has no limits.")],
     role: Annotated[
-        KeyRole, typer.Option(help="operator: dry runs, indexer and metrics as well.")
+        str, typer.Option(help="user, operator (dry runs, indexer, metrics) or metrics.")
     ] = "user",
     note: Annotated[str, typer.Option(help="Purpose of the key, for the list.")] = "",
     days: Annotated[float | None, typer.Option(min=0, help="Days after which it expires.")] = None,
@@ -52,7 +52,7 @@ def create(
     """
     path = _path_to_write(file)
     expires = None if days is None else datetime.now(UTC) + timedelta(days=days)
-    key = key_file.new_key(tenant, role, note, expires)
+    key = key_file.new_key(tenant, _role(role), note, expires)
     with key_file.lock_key_file(path):
         content = key_file.read_key_file(path) if path.exists() else KeyFile()
         key_file.write_key_file(path, content.with_key(key.entry))
@@ -142,3 +142,10 @@ def _path(file: Path | None) -> Path:
     if path is None:
         raise KeyFileError("no key file: set KVLANE_API_KEYS_FILE or give --file")
     return path
+
+
+def _role(role: str) -> KeyRole:
+    for each in ("user", "operator", "metrics"):
+        if role == each:
+            return each
+    raise KeyFileError(f"unknown role {role!r}: give user, operator or metrics")
