@@ -27,8 +27,6 @@ from kvlane.app.http.responses.response_events import ResponseEncoder
 from kvlane.app.http.responses.response_requests import ResponsesBody
 from kvlane.app.preprocess.requests.request_models import (
     MAX_INPUTS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
     ChatBody,
     CompletionBody,
     EmbeddingBody,
@@ -60,12 +58,6 @@ _TOKENS: JsonObject = {
     "type": "array", "minItems": 1,
     "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
 }  # fmt: skip
-_WORKER: JsonObject = {
-    "anyOf": [
-        {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
-        {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
-    ]
-}
 
 
 def _object(**properties: JsonObject) -> JsonObject:
@@ -87,8 +79,6 @@ def _text_or_list(part: JsonObject) -> JsonObject:
     return _nullable({"type": "string"}, {"type": "array", "items": part})
 
 
-_STOP: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_FORM = _nullable({"type": "object"}, {"type": "string"})
 _OBJECTS: JsonObject = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
 }
@@ -109,21 +99,10 @@ _WIDER: Mapping[str, Mapping[str, JsonObject]] = {
     "ToolResultBlock": {"content": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
     "MessagesBody": {"system": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
     "CountBody": {"system": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
-    "NvExt": {
-        "backend_instance_id": _nullable(_WORKER),
-        "prefill_worker_id": _nullable(_WORKER),
-        "decode_worker_id": _nullable(_WORKER),
-        "allowed_worker_ids": _nullable({"type": "array", "minItems": 1, "items": _WORKER}),
-    },
-    "StructuredOutputs": {"json": _FORM, "structural_tag": _FORM},
 }  # fmt: skip
 """Fields whose validators accept more than their annotations, by the model's name."""
-_OF_ALL: Mapping[str, JsonObject] = {
-    "stop": _nullable(_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}),
-    "guided_json": _FORM,
-    "model": {"type": "string", "minLength": 1, "maxLength": 200, "examples": ["demo"]},
-}
-"""The same, of every body that has them; over Kafka `model` may be left out, here it may not."""
+_MODEL_NAME = {"type": "string", "minLength": 1, "maxLength": 200, "examples": ["demo"]}
+"""Over Kafka `model` may be left out, here it may not."""
 
 # --- answers --------------------------------------------------------------------------------------
 
@@ -428,7 +407,7 @@ def _widened(definitions: JsonObject) -> JsonObject:
         properties = definition.get("properties", {})
         properties |= _WIDER.get(name, {})
         if "nvext" in properties:  # a body, not a part of one
-            properties |= {n: field for n, field in _OF_ALL.items() if n in properties}
+            properties["model"] = _MODEL_NAME
             definition["required"] = ["model", *definition.get("required", ())]
     return definitions
 

@@ -125,7 +125,11 @@ Text = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Token = Annotated[int, Field(ge=0, le=U32)]
 TokenIds = Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS), WrapValidator(_tokens)]
 Object = Annotated[dict[str, Any], Field(max_length=MAX_NAMES)]
-WorkerId = Annotated[str, BeforeValidator(_worker)]
+_WorkerName = Annotated[str, Field(pattern=f"^{_WORKER.pattern}$")]
+_WorkerNumber = Annotated[int, Field(ge=0, le=U64)]
+WorkerId = Annotated[
+    str, BeforeValidator(_worker, json_schema_input_type=_WorkerName | _WorkerNumber)
+]
 SHORT_LIST = Field(max_length=MAX_NAMES, fail_fast=True)
 Rank = Annotated[int, Field(ge=0, le=U32)]
 Millis = Annotated[float, Field(gt=0)]

@@ -89,6 +89,7 @@ I63 = 2**63 - 1
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[str], Field(max_length=MAX_LOGIT_BIASES, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 Limit = Annotated[int, Field(ge=1, le=I32)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -144,7 +145,9 @@ Prompts = Annotated[
     list[Any], Field(max_length=MAX_INPUTS, fail_fast=True), BeforeValidator(_texts_or_tokens)
 ]
 Inputs = Annotated[Prompts, AfterValidator(_not_empty)]
-JsonOrText = Annotated[Any, BeforeValidator(_json_form)]
+JsonOrText = Annotated[
+    Any, BeforeValidator(_json_form, json_schema_input_type=dict[str, Any] | str)
+]
 
 
 class StreamOptions(BaseModel):
@@ -197,9 +200,7 @@ class GenerationBody(BaseModel):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: (
-        Annotated[
-            list[StopText], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_listed)
-        ]
+        Annotated[StopTexts, BeforeValidator(_listed, json_schema_input_type=StopText | StopTexts)]
         | None
     ) = None
     stop_token_ids: Annotated[list[Token], SHORT_LIST] | None = None
