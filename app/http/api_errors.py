@@ -81,7 +81,8 @@ class ApiError(Exception):
         """The OpenAI error object."""
         return {
             "message": self.message,
-            "type": _TYPES.get(self.status) or _general_type(self.status),
+            "type": _TYPES.get(self.status)
+            or ("server_error" if self.status >= 500 else "invalid_request_error"),
             "param": self.param,
             "code": self.code,
         }
@@ -123,10 +124,6 @@ class _ErrorResponse(Response):
 def is_messages_path(path: str) -> bool:
     """Whether it is an endpoint of Anthropic's API."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
-
-
-def _general_type(status: int) -> str:
-    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
 
 
 class _Meaning(NamedTuple):
@@ -189,31 +186,18 @@ def error_of_piece(piece: Chunk | End) -> ApiError | None:
 def error_of_stream(error: Exception) -> ApiError:
     """The HTTP error for an error of the log; any other exception is a server error."""
     if isinstance(error, RecordTooLarge):
-        return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error), code="too_large")
+        return too_large(str(error))
     if isinstance(error, NotFound | PositionLost):
         return unknown_stream(was_cut=isinstance(error, PositionLost))
     if isinstance(error, LogClosed):
         return gateway_stopping()
     if isinstance(error, BrokerUnavailable | AppendFailed):
-        return ApiError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "Kafka is temporarily unavailable",
-            code="log_unavailable",
-            retry_after_s=DEFAULT_RETRY_AFTER_S,
-        )
-    if isinstance(
-        error, AccessDenied
-    ):  # details are for operators and are in the log of the process
-        return ApiError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "Kafka denied access: check the credentials and ACLs of this gateway",
-            code="log_denied",
-        )
-    return ApiError(
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        "internal error of the gateway; its log has the details",
-        code="internal",
-    )
+        return unavailable("Kafka is temporarily unavailable", "log_unavailable")
+    if isinstance(error, AccessDenied):  # the log of the process has details for operators
+        message = "Kafka denied access: check the credentials and ACLs of this gateway"
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="log_denied")
+    message = "internal error of the gateway; its log has the details"
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal")
 
 
 def unknown_stream(*, was_cut: bool = False) -> ApiError:
@@ -227,25 +211,14 @@ def unknown_stream(*, was_cut: bool = False) -> ApiError:
 def error_of_prompt(error: InvalidPrompt | PreprocessorOverloaded | BadModel) -> ApiError:
     """The HTTP error for an invalid prompt or an unusable model."""
     if isinstance(error, TooLarge):
-        return ApiError(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            str(error),
-            code="too_large",
-            param=error.field or None,
-        )
+        return too_large(str(error), error.field or None)
     if isinstance(error, ContextExceeded):
         return invalid_request(str(error), error.field or None, code="context_length_exceeded")
     if isinstance(error, InvalidPrompt):
         return invalid_request(str(error), error.field or None)
     if isinstance(error, PreprocessorOverloaded):
         return overloaded(str(error))
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "the model cannot be used at the moment",
-        code="model_unavailable",
-        param="model",
-        retry_after_s=DEFAULT_RETRY_AFTER_S,
-    )
+    return unavailable("the model cannot be used at the moment", "model_unavailable", "model")
 
 
 def invalid_request(
@@ -255,18 +228,29 @@ def invalid_request(
     return ApiError(HTTPStatus.BAD_REQUEST, message, code=code, param=param)
 
 
+def too_large(message: str, param: str | None = None) -> ApiError:
+    """The error of a body or an answer beyond a limit, 413."""
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="too_large", param=param)
+
+
+def unavailable(message: str, code: str, param: str | None = None) -> ApiError:
+    """The error of an object that is missing for the moment, 503: the client may retry."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        message,
+        code=code,
+        param=param,
+        retry_after_s=DEFAULT_RETRY_AFTER_S,
+    )
+
+
 def overloaded(message: str) -> ApiError:
     return ApiError(OVERLOADED, message, code="overloaded", retry_after_s=DEFAULT_RETRY_AFTER_S)
 
 
 def gateway_stopping(message: str = "this gateway is stopping") -> ApiError:
     """The error of a process that is shutting down; another one accepts the request."""
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        message,
-        code="stopping",
-        retry_after_s=DEFAULT_RETRY_AFTER_S,
-    )
+    return unavailable(message, "stopping")
 
 
 def deadline_exceeded(waited_s: float) -> ApiError:

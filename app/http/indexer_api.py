@@ -19,10 +19,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kvlane.app.http.api_errors import ApiError
+from kvlane.app.http.batches.listing import json_response
 from kvlane.app.http.gateway_api import answer_errors
 from kvlane.app.http.server.authentication import AccessControl, Authentication
 from kvlane.app.http.server.middleware import BodyLimiter
-from kvlane.app.http.server.probes import JSON, Probes, catch_up_checks
+from kvlane.app.http.server.probes import Probes, catch_up_checks
 from kvlane.app.metrics.indexer_metrics import IndexerMetrics
 from kvlane.app.preprocess.json_limits import json_error, without_mark
 from kvlane.app.routing.selection.eligibility import block_size_of, worker_number
@@ -159,7 +160,7 @@ class IndexerApi:
                     ],
                 }
             )  # fmt: skip
-        return _json({"workers": rows})
+        return json_response({"workers": rows})
 
     async def dump(self) -> Response:
         """Every key in every cache, one JSON object a line: worker, rank, tier, keys, positions."""
@@ -222,8 +223,4 @@ class IndexerApi:
             if not model or holder.worker in serving
         )
         holders = sorted(found, key=lambda each: (-each["blocks"], each["worker"], each["rank"]))
-        return _json({"block_size": block_size, "blocks": len(local), "holders": holders})
-
-
-def _json(body: object, status: int = HTTPStatus.OK) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type=JSON)
+        return json_response({"block_size": block_size, "blocks": len(local), "holders": holders})

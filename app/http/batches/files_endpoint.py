@@ -5,7 +5,7 @@ A file belongs to the tenant whose key uploaded it; for others it does not exist
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from itertools import takewhile
@@ -100,7 +100,8 @@ class FilesEndpoint:
                 request.path_params["file_id"], caller_of(request).tenant
             )
         if card is None:
-            raise unknown_file()
+            message = "there is no such file, or it is no longer kept"
+            raise ApiError(HTTPStatus.NOT_FOUND, message, code="file_not_found")
         return card
 
     def _check_unused(self, card: FileCard) -> None:
@@ -120,7 +121,9 @@ class FilesEndpoint:
             filename=file.filename[:MAX_NAME_CHARS], tenant=tenant, **written._asdict(),
         )  # fmt: skip
         try:
-            _check_purpose(await body.fields_after_file())
+            fields = await body.fields_after_file()
+            if fields.get("purpose") != PURPOSE:
+                raise invalid_request("purpose: batch is the one purpose of files", "purpose")  # noqa: TRY301
         except BaseException:
             await self._store.delete(card)
             raise
@@ -196,20 +199,9 @@ def _quota_error(caller: Caller, limit: int) -> ApiError:
     return caller.refused("file_bytes", message, "file_quota_exceeded")
 
 
-def _check_purpose(fields: Mapping[str, str]) -> None:
-    if fields.get("purpose") != PURPOSE:
-        raise invalid_request("purpose: batch is the one purpose of files", "purpose")
-
-
 def file_object(card: FileCard) -> dict[str, Any]:
     return {
         "id": card.id, "object": "file", "bytes": card.size, "created_at": card.created_s,
         "expires_at": card.created_s + FILE_RETENTION_MS // 1000, "filename": card.filename,
         "purpose": card.purpose, "status": "processed",
     }  # fmt: skip
-
-
-def unknown_file() -> ApiError:
-    """The error for a file that does not exist or belongs to another tenant."""
-    message = "there is no such file, or it is no longer kept"
-    return ApiError(HTTPStatus.NOT_FOUND, message, code="file_not_found")

@@ -16,7 +16,7 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import HttpProcessingError
 from starlette.requests import ClientDisconnect, Request
 
-from kvlane.app.http.api_errors import ApiError, invalid_request
+from kvlane.app.http.api_errors import ApiError, invalid_request, too_large
 from kvlane.app.http.server.middleware import check_content_encoding
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class UploadedFile:
                 return
             size += len(piece)
             if size > self._most_bytes:
-                raise too_large(self._most_bytes)
+                raise _too_large(self._most_bytes)
             yield piece
 
 
@@ -109,7 +109,7 @@ async def multipart_body(request: Request, most_bytes: int) -> AsyncGenerator[Mu
     check_content_encoding(request)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > most_bytes + MAX_FIELDS * MAX_FIELD_BYTES:
-        raise too_large(most_bytes)
+        raise _too_large(most_bytes)
     flow = _FlowControl(asyncio.get_running_loop())
     stream = aiohttp.StreamReader(flow, BUFFER_BYTES // 2, loop=asyncio.get_running_loop())
     feeding = asyncio.create_task(_feed(request, stream, flow))
@@ -195,6 +195,5 @@ def _not_multipart(error: Exception) -> ApiError:
     return invalid_request(f"the body is no complete multipart/form-data: {type(error).__name__}")
 
 
-def too_large(most_bytes: int) -> ApiError:
-    message = f"a file may have {most_bytes} bytes at most"
-    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="too_large", param="file")
+def _too_large(most_bytes: int) -> ApiError:
+    return too_large(f"a file may have {most_bytes} bytes at most", "file")

@@ -33,10 +33,6 @@ def encode_event(data: bytes, position: int | None = None) -> bytes:
     return b"id: %d\ndata: %b\n\n" % (position, data)
 
 
-def encode_error(body: bytes) -> bytes:
-    return b"data: %b\n\n" % body
-
-
 class ResponseOptions(NamedTuple):
     """Options of a response. `ids`: of its requests, URL-quoted; `n` successive share a prompt.
 
@@ -152,7 +148,7 @@ class EventEncoder:
         return encode_event(msgspec.json.encode(total)) + DONE
 
     def encode_failure(self, failure: ApiError) -> bytes:
-        return encode_error(failure.body()) + DONE
+        return encode_event(failure.body()) + DONE
 
     def whole(self) -> JsonObject:
         return openai_responses.full_response(self.header, self.choices, self._options.n)

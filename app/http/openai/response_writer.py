@@ -120,7 +120,8 @@ class CompletionResponse(Response):
                 elif self._options.is_background:
                     await self._send_beginning(replies, send)
                 else:
-                    await self._send_whole(replies, send)
+                    await self._add_all(replies)
+                    await self._send_object(send)
             except ApiError as e:
                 self._outcome = e.code
                 set_error(self._span, e.code, is_server_error=e.status >= 500)
@@ -139,10 +140,6 @@ class CompletionResponse(Response):
         if self._options.reads_to_end:
             with suppress(ApiError):  # the client asks for the reason
                 await self._add_all(replies)
-
-    async def _send_whole(self, replies: MergedReplies, send: Send) -> None:
-        await self._add_all(replies)
-        await self._send_object(send)
 
     async def _add_all(self, replies: MergedReplies) -> None:
         while replies.has_more:

@@ -11,12 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvlane.app.http.api_errors import (
-    DEFAULT_RETRY_AFTER_S,
-    ApiError,
-    error_of_stream,
-    invalid_request,
-)
+from kvlane.app.http.api_errors import ApiError, error_of_stream, invalid_request, unavailable
 from kvlane.app.http.openai.openai_responses import EndpointKind
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
 from kvlane.app.preprocess.models.model import ModelLoader
@@ -75,13 +70,8 @@ class ServedModels:
         if name in models:
             return models[name]
         if not models or name in self._known:
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"no worker serves the model {quote_name(name)} at the moment",
-                code="no_workers",
-                param="model",
-                retry_after_s=DEFAULT_RETRY_AFTER_S,
-            )
+            message = f"no worker serves the model {quote_name(name)} at the moment"
+            raise unavailable(message, "no_workers", "model")
         raise ApiError(
             HTTPStatus.NOT_FOUND, unknown_model(name, models), code="model_not_found", param="model"
         )
@@ -143,13 +133,8 @@ class ModelCatalog:
         try:
             return await self._loader.model(card)
         except TimeoutError:
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "the model is still being loaded",
-                code="model_unavailable",
-                param="model",
-                retry_after_s=DEFAULT_RETRY_AFTER_S,
-            ) from None
+            message = "the model is still being loaded"
+            raise unavailable(message, "model_unavailable", "model") from None
         except StreamError as e:
             raise error_of_stream(e) from e
 

@@ -301,7 +301,8 @@ class AccessControl:
             needs = "metrics"
         key = self.store.find(_token(scope))
         if key is None:
-            raise _unauthorized()
+            message = "no valid API key: send one as Authorization: Bearer KEY"
+            raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
         if key.role not in ("operator", needs):
             raise _forbidden(f"this needs a key of the role {needs}, not {key.role}")
         tenant = key.tenant
@@ -362,11 +363,6 @@ def _most_tokens(request: prepared.Request, context: int) -> int:
         return prompt
     limit = request.stop.max_tokens
     return max(prompt, context) if limit is None else prompt + limit
-
-
-def _unauthorized() -> ApiError:
-    message = "no valid API key: send one as Authorization: Bearer KEY"
-    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
 
 def _forbidden(message: str) -> ApiError:

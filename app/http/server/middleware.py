@@ -14,7 +14,13 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlane.app.http.api_errors import ApiError, error_of_stream, is_messages_path, overloaded
+from kvlane.app.http.api_errors import (
+    ApiError,
+    error_of_stream,
+    is_messages_path,
+    overloaded,
+    too_large,
+)
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 
 REQUEST_ID = b"x-request-id"
@@ -160,11 +166,7 @@ class BodyLimiter:
             held += part
 
     def _too_large(self, size: int) -> ApiError:
-        return ApiError(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the body has {size} bytes or more; {self._limit} are allowed",
-            code="too_large",
-        )
+        return too_large(f"the body has {size} bytes or more; {self._limit} are allowed")
 
 
 def check_content_type(request: Request) -> None:

@@ -6,7 +6,7 @@ import json
 
 from openai._streaming import SSEDecoder
 
-from kvlane.app.http.openai.event_encoder import DONE, KEEP_ALIVE, encode_error, encode_event
+from kvlane.app.http.openai.event_encoder import DONE, KEEP_ALIVE, encode_event
 
 
 def read(*written: bytes) -> list[str]:
@@ -28,5 +28,5 @@ def test_keep_alives_between_events_are_no_events() -> None:
 
 
 def test_error_after_a_silence_is_read_as_an_error() -> None:
-    got = read(encode_event(b"{}", 1), KEEP_ALIVE, encode_error(b'{"error":{"code":"x"}}'), DONE)
+    got = read(encode_event(b"{}", 1), KEEP_ALIVE, encode_event(b'{"error":{"code":"x"}}'), DONE)
     assert json.loads(got[1])["error"]["code"] == "x"
