@@ -237,7 +237,8 @@ async def to_request(
         model = await find(request.model)
         requests, texts = await prepare(request, model, prompt.tenant)
     except InvalidPrompt as e:
-        return refuse(code=_code_of(e), message=_in_body(e))
+        message = f"body.{e}" if e.field else f"body: {e}"
+        return refuse(code=_code_of(e), message=message)
     except (BadModel, PreprocessorOverloaded, TimeoutError) as e:
         message = f"body.model: it cannot be used at the moment: {e}"
         return refuse(code="internal", message=message)
@@ -257,11 +258,6 @@ async def to_request(
         service_class=service_class,
         traceparent=traceparent,
     )
-
-
-def _in_body(error: InvalidPrompt) -> str:
-    """The error, with the field's path from the prompt on."""
-    return f"body.{error}" if error.field else f"body: {error}"
 
 
 def _options_of_invalid(fields: Mapping[str, Any], rules: ResultRules) -> ResultOptions | None:

@@ -47,7 +47,11 @@ def read_request(
     try:
         refuse_reserved(fields)
         if kind == "tokens":
-            return _read_tokens(flatten(fields), headers)
+            flattened = flatten(fields)
+            try:
+                return openai_requests.read_openai("tokens", flattened.fields, headers)
+            except InvalidPrompt as e:
+                raise type(e)(flattened.path_of(e.field), e.message) from None
         if as_is or kind == "embedding":
             return passthrough.read_passthrough(kind, fields, headers)
         request = openai_requests.read_openai(kind, fields, headers)
@@ -69,13 +73,6 @@ async def prepare(
     except RecursionError:  # encoding needs more stack per level than parsing did
         raise InvalidPrompt("", TOO_DEEP) from None
     return PreparedPrompts(requests, (None,) * len(requests))
-
-
-def _read_tokens(flattened: Flattened, headers: Mapping[str, str] | None) -> OpenAIRequest:
-    try:
-        return openai_requests.read_openai("tokens", flattened.fields, headers)
-    except InvalidPrompt as e:
-        raise type(e)(flattened.path_of(e.field), e.message) from None
 
 
 def _check_rendered(kind: str, ext: NvExt, values: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.model import LOAD_RETRY_S, MAX_SPARE_MODELS, publish_folder
-from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.models.model import LOAD_RETRY_S, MAX_SPARE_MODELS, publish_files
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.streams.codecs import unpack_tokens
@@ -22,8 +22,8 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 
 async def publish_model(world: MemoryWorld, name: str = "demo", **over: Any) -> ModelCard:
     artifacts = ArtifactStore(await world.connect("publisher"), world.clock, InlinePool(), None)
-    card = await publish_folder(
-        name, DEMO_MODEL_FOLDER, artifacts, **({"context_length": CONTEXT} | over)
+    card = await publish_files(
+        name, read_folder(DEMO_MODEL_FOLDER), artifacts, **({"context_length": CONTEXT} | over)
     )
     world.append(REGISTRY, 0, card, key=f"model/{name}")
     return card

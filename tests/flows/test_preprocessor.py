@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import pytest
 
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.model import publish_folder as publish_model
-from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.models.model import publish_files as publish_model
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.preprocessor import Preprocessor
@@ -62,7 +62,9 @@ def serve(world: MemoryWorld, model: str, context: int | None = None, **engine: 
 async def serve_demo(world: MemoryWorld, name: str = "demo", context: int = 512) -> ModelCard:
     """The demo model, with its files in the log."""
     artifacts = ArtifactStore(await world.connect("publisher"), world.clock, InlinePool(), None)
-    card = await publish_model(name, DEMO_MODEL_FOLDER, artifacts, context_length=context)
+    card = await publish_model(
+        name, read_folder(DEMO_MODEL_FOLDER), artifacts, context_length=context
+    )
     world.append(REGISTRY, 0, card, key=f"model/{name}")
     serve(world, name, context)
     return card

@@ -16,8 +16,8 @@ from msgspec import structs
 
 from kvlane.app import preprocessor
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.model import publish_folder
-from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.models.model import publish_files
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.prompts.prompt_source import PromptSource
@@ -58,7 +58,9 @@ async def log(
     monkeypatch.setenv("KVLANE_LANES", str(LANES))
     async with provisioned(Settings()) as log:
         artifacts = ArtifactStore(log, SystemClock(), InlinePool(), None)
-        card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts, context_length=512)
+        card = await publish_files(
+            "demo", read_folder(DEMO_MODEL_FOLDER), artifacts, context_length=512
+        )
         await log.append(REGISTRY, encode(card, "model/demo"))
         yield log
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.model_folder import ModelFiles, card_of, read_folder
+from kvlane.app.preprocess.models.model_folder import ModelFiles, card_of
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, context_error
 from kvlane.app.preprocess.requests.answer_parsing import parsers_of, with_parsing
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
@@ -115,21 +114,6 @@ async def load_model(
     return await pool.run(lambda: _loaded(card, spec, source, pool, clock, pieces))
 
 
-async def publish_folder(
-    name: str,
-    folder: Path,
-    artifacts: ArtifactStore,
-    *,
-    context_length: int | None = None,
-    block_size: int | None = None,
-) -> ModelCard:
-    """Put the files of a model's folder into the log; the card that names them. Raises BadModel,
-    BrokerUnavailable."""
-    return await publish_files(
-        name, read_folder(folder), artifacts, context_length=context_length, block_size=block_size
-    )
-
-
 async def publish_files(
     name: str,
     model: ModelFiles,
@@ -138,6 +122,8 @@ async def publish_files(
     context_length: int | None = None,
     block_size: int | None = None,
 ) -> ModelCard:
+    """Put the files of a model into the log; the card that names them. Raises BadModel,
+    BrokerUnavailable."""
     tokenizer = await artifacts.publish(model.tokenizer)
     template: Artifact | None = None
     if model.template is not None:

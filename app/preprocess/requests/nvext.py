@@ -324,19 +324,6 @@ def hints_of(ext: NvExt) -> Hints:
     return NO_HINTS if hints == NO_HINTS else hints
 
 
-def latency_targets_of(ext: NvExt) -> RouterParams | None:
-    return None if ext.router is None else RouterParams(**ext.router.model_dump())
-
-
-def cost_override_of(ext: NvExt) -> RouterConfigOverride | None:
-    override = ext.router_config_override
-    return None if override is None else RouterConfigOverride(**override.model_dump())
-
-
-def agent_context_of(ext: NvExt) -> JsonText | None:
-    return _json(ext.agent_context)
-
-
 class RoutingFields(TypedDict):
     """The fields of a `Request` that `nvext` alone determines, for requests of any kind."""
 
@@ -349,12 +336,13 @@ class RoutingFields(TypedDict):
 
 
 def routing_fields_of(ext: NvExt) -> RoutingFields:
+    override, targets = ext.router_config_override, ext.router
     return RoutingFields(
         hints=hints_of(ext),
         annotations=tuple(ext.annotations or ()),
-        router_config_override=cost_override_of(ext),
-        router=latency_targets_of(ext),
-        agent_context=agent_context_of(ext),
+        router_config_override=RouterConfigOverride(**override.model_dump()) if override else None,
+        router=RouterParams(**targets.model_dump()) if targets else None,
+        agent_context=_json(ext.agent_context),
         request_timestamp_ms=ext.request_timestamp_ms,
     )
 

@@ -280,16 +280,13 @@ def read_openai(
 ) -> OpenAIRequest:
     """Check a body. `headers`: by their names in lower case; they override `nvext`. Raises
     InvalidPrompt that names the field or the header."""
-    body = _valid(_BODIES[kind], fields)
+    body = validated(_BODIES[kind], fields)
     refuse_unsupported(fields)
     ext = with_headers(body.nvext or NvExt(), headers or {})
     prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
-    if prompts * (body.n or 1) > MAX_CHOICES:
-        raise InvalidPrompt("n", f"{prompts} prompts with {body.n or 1} answers are too many")
+    check_options(body, prompts)
     if body.best_of not in (None, body.n or 1):
         raise InvalidPrompt("best_of", "must be n: the best of more answers is not looked for")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidPrompt("stream_options", "is for streams only")
     if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
         raise InvalidPrompt("echo", "has no log probabilities of the prompt: ask without logprobs")
     if not isinstance(body, ChatBody):
@@ -312,7 +309,15 @@ def nth_request(request: Request, number: int) -> Request:
     return replace(request, sampling=replace(request.sampling, seed=(seed + number) & I63))
 
 
-def _valid(kind: type[B], fields: Mapping[str, Any]) -> B:
+def check_options(body: GenerationBody | PassthroughBody, prompts: int) -> None:
+    """Raises InvalidPrompt for too many answers, and for options of streams without one."""
+    if prompts * (body.n or 1) > MAX_CHOICES:
+        raise InvalidPrompt("n", f"{prompts} prompts with {body.n or 1} answers are too many")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidPrompt("stream_options", "is for streams only")
+
+
+def validated(kind: type[B], fields: Mapping[str, Any]) -> B:
     try:
         return kind.model_validate(fields)
     except ValidationError as e:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from pydantic import ValidationError
 
 from kvlane.app.preprocess.json_limits import check_size
-from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.app.preprocess.requests.guided_decoding import check_forwarded_forms
 from kvlane.app.preprocess.requests.nvext import NvExt, routing_fields_of, with_headers
-from kvlane.app.preprocess.requests.openai_requests import RoutingOptions
-from kvlane.app.preprocess.requests.request_models import MAX_CHOICES, PassthroughBody
+from kvlane.app.preprocess.requests.openai_requests import RoutingOptions, check_options, validated
+from kvlane.app.preprocess.requests.request_models import PassthroughBody
 from kvlane.streams.records import ModelCard
 from kvlane.streams.request import OpenAiBody, Request, SamplingOptions, StopConditions
 
@@ -100,10 +99,7 @@ def read_passthrough(
     kind: PassthroughKind, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> PassthroughRequest:
     """The routing options of a body that is forwarded unchanged. Raises InvalidPrompt."""
-    try:
-        body = PassthroughBody.model_validate(fields)
-    except ValidationError as e:
-        raise invalid_prompt(e) from None
+    body = validated(PassthroughBody, fields)
     ext = with_headers(body.nvext or NvExt(), headers or {})
     for name in _OF_TOKENS:
         if getattr(ext, name):
@@ -111,11 +107,7 @@ def read_passthrough(
     if kind == "embedding" and (body.stream or body.n not in (None, 1)):
         raise InvalidPrompt("stream" if body.stream else "n", "is for chats and completions")
     check_forwarded_forms(fields)
-    prompts = len(_prompts(kind, fields))
-    if prompts * (body.n or 1) > MAX_CHOICES:
-        raise InvalidPrompt("n", f"{prompts} prompts with {body.n or 1} answers are too many")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidPrompt("stream_options", "is for streams only")
+    check_options(body, len(_prompts(kind, fields)))
     return PassthroughRequest(body, ext, kind, fields)
 
 

@@ -39,13 +39,6 @@ from kvlane.app.preprocess.requests.nvext import (
 )
 from kvlane.streams.request import MultimodalData
 
-Media = dict[str, tuple[MultimodalData, ...]]
-
-
-def parse_media(value: Any) -> Media:
-    items = msgspec.convert(value, dict[str, list[dict[str, Any]]])
-    return {part: tuple(map(_item, listed)) for part, listed in items.items()}
-
 
 def _item(item: dict[str, Any]) -> MultimodalData:
     """One of {"Url": …}, {"RawUrl": …}, {"Decoded": …}. A URL without a scheme is a raw one."""
@@ -407,9 +400,12 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-def _media(value: Any) -> Any:
+def _media(value: Any) -> dict[str, tuple[MultimodalData, ...]] | None:
+    if value is None:
+        return None
     try:
-        return None if value is None else parse_media(value)
+        items = msgspec.convert(value, dict[str, list[dict[str, Any]]])
+        return {part: tuple(map(_item, listed)) for part, listed in items.items()}
     except (msgspec.MsgspecError, ValueError) as e:
         raise PydanticCustomError("media", "{wrong}", {"wrong": str(e)}) from None
 

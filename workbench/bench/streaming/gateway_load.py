@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from kvlane.app.local.processes import ManagedProcess, free_port
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.model import publish_folder
-from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.models.model import publish_files
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import ThreadPool
 from kvlane.app.settings import Settings
@@ -103,8 +103,8 @@ async def bench_gateway(
     async with bench_environment(settings, print_line) as on:
         bare_port = free_port()
         artifacts = ArtifactStore(on.log, on.clock, ThreadPool(), None)
-        card = await publish_folder(
-            MODEL, DEMO_MODEL_FOLDER, artifacts, context_length=CONTEXT_LENGTH
+        card = await publish_files(
+            MODEL, read_folder(DEMO_MODEL_FOLDER), artifacts, context_length=CONTEXT_LENGTH
         )
         await on.publisher.publish(REGISTRY, f"model/{MODEL}", card)
         gateway = await on.start_gateway(MODEL, CONTEXT_LENGTH)

@@ -15,9 +15,9 @@ from kvlane.app.preprocess.models.model import (
     LoadedModel,
     PreparedPrompts,
     load_model,
-    publish_folder,
+    publish_files,
 )
-from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, checksum_of
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, checksum_of, read_folder
 from kvlane.app.preprocess.prompt_errors import ArtifactUnavailable, BadModel, InvalidPrompt
 from kvlane.app.preprocess.requests.openai_requests import TokenizedKind, read_openai
 from kvlane.app.preprocess.text.chat_template import ChatTemplate
@@ -42,7 +42,10 @@ async def in_log(world: MemoryWorld) -> ArtifactStore:
 async def demo(world: MemoryWorld) -> LoadedModel:
     artifacts = await in_log(world)
     return await load_model(
-        await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts), artifacts, POOL, world.clock
+        await publish_files("demo", read_folder(DEMO_MODEL_FOLDER), artifacts),
+        artifacts,
+        POOL,
+        world.clock,
     )
 
 
@@ -65,8 +68,8 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 @scenario_test
 async def test_model_is_published_with_all_that_it_takes(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
-    card = await publish_folder(
-        "demo", DEMO_MODEL_FOLDER, artifacts, context_length=4096, block_size=16
+    card = await publish_files(
+        "demo", read_folder(DEMO_MODEL_FOLDER), artifacts, context_length=4096, block_size=16
     )
     assert (card.name, card.context_length, card.block_size) == ("demo", 4096, 16)
     assert card.checksum == checksum_of(card)
@@ -83,7 +86,7 @@ async def test_model_without_a_template_has_none_on_its_card(world: MemoryWorld)
             (DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes()
         )
         artifacts = await in_log(world)
-        card = await publish_folder("bare", Path(name), artifacts)
+        card = await publish_files("bare", read_folder(Path(name)), artifacts)
         model = await load_model(card, artifacts, POOL, world.clock)
     assert card.template is None
     with pytest.raises(InvalidPrompt, match="no chat template"):
@@ -93,7 +96,7 @@ async def test_model_without_a_template_has_none_on_its_card(world: MemoryWorld)
 @scenario_test
 async def test_model_whose_files_are_not_there_cannot_be_loaded(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
-    card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
+    card = await publish_files("demo", read_folder(DEMO_MODEL_FOLDER), artifacts)
     missing = msgspec.structs.replace(card, template=r.Artifact(sha256="ab" * 32, size=5))
     with pytest.raises(ArtifactUnavailable):
         await load_model(missing, artifacts, POOL, world.clock)
@@ -108,7 +111,7 @@ async def test_card_without_a_tokenizer_cannot_be_loaded(world: MemoryWorld) -> 
 @scenario_test
 async def test_template_that_is_no_text_cannot_be_loaded(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
-    card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
+    card = await publish_files("demo", read_folder(DEMO_MODEL_FOLDER), artifacts)
     broken = msgspec.structs.replace(card, template=await artifacts.publish(b"\xff"))
     with pytest.raises(BadModel, match="UTF-8"):
         await load_model(broken, artifacts, POOL, world.clock)
@@ -117,7 +120,7 @@ async def test_template_that_is_no_text_cannot_be_loaded(world: MemoryWorld) -> 
 @scenario_test
 async def test_template_has_the_special_tokens_of_the_card(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
-    card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
+    card = await publish_files("demo", read_folder(DEMO_MODEL_FOLDER), artifacts)
     template = await artifacts.publish(b"{{ eos_token }}")
     model = await load_model(
         msgspec.structs.replace(card, template=template), artifacts, POOL, world.clock

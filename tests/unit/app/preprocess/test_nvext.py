@@ -8,13 +8,7 @@ import msgspec
 import pytest
 
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
-from kvlane.app.preprocess.requests.nvext import (
-    NvExt,
-    agent_context_of,
-    cost_override_of,
-    hints_of,
-    latency_targets_of,
-)
+from kvlane.app.preprocess.requests.nvext import NvExt, hints_of, routing_fields_of
 from kvlane.app.preprocess.requests.openai_requests import read_openai
 from kvlane.streams import request as q
 
@@ -94,19 +88,23 @@ def test_hints_are_taken_over(fields: dict[str, Any], expected: q.Hints) -> None
 
 
 def test_targets_are_taken_over() -> None:
-    assert latency_targets_of(ext(router={"ttft_target": 100})) == q.RouterParams(ttft_target=100.0)
-    assert latency_targets_of(ext()) is None
+    assert routing_fields_of(ext(router={"ttft_target": 100}))["router"] == q.RouterParams(
+        ttft_target=100.0
+    )
+    assert routing_fields_of(ext())["router"] is None
 
 
 def test_settings_of_the_cost_are_taken_over() -> None:
-    override = cost_override_of(ext(router_config_override={"overlap_score_credit": 0}))
+    override = routing_fields_of(ext(router_config_override={"overlap_score_credit": 0}))[
+        "router_config_override"
+    ]
     assert override == q.RouterConfigOverride(overlap_score_credit=0.0)
-    assert cost_override_of(ext()) is None
+    assert routing_fields_of(ext())["router_config_override"] is None
 
 
 def test_agent_hints_are_passed_on() -> None:
-    assert agent_context_of(ext(agent_context={"id": ["a"]})) == b'{"id":["a"]}'
-    assert agent_context_of(ext()) is None
+    assert routing_fields_of(ext(agent_context={"id": ["a"]}))["agent_context"] == b'{"id":["a"]}'
+    assert routing_fields_of(ext())["agent_context"] is None
 
 
 def test_interval_of_a_stream_is_one_token_unless_it_is_given() -> None:
