@@ -5,7 +5,6 @@ workers of a kind get a factor on it, and where their runs show another shape, c
 (`step_model.py`). They are fitted to the last runs in order of time, whichever lane they are read
 from first, so routers that have read the same records have the same ones. A fit takes milliseconds,
 so records only mark curves as stale: they are fitted before a decision (`refresh`), once a second.
-A worker that is not in the fleet has the median of few ratios of its first tokens as a factor.
 
 An unmeasured worker is assumed to be as fast as the fastest worker of its kind
 (`candidate_table.py`), so that it receives traffic and gets measured: by its curve alone it would
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -49,14 +48,11 @@ OUTPUT_WINDOW = 2000
 """Answers over which the mean length is taken: a few minutes for a fleet with 20 a second."""
 PREFILL_WINDOW = 200
 """Runs over which the mean prefill is taken."""
-MAX_RATIOS, MIN_RATIOS = 32, 5
-"""Most and fewest runs of which a factor is the median."""
-CHANGE = 1.5
-"""How much slower or faster MIN_RATIOS runs in a row show a change of the engine, so that the runs
-before them count no more."""
+MAX_TRANSFERS, MIN_TRANSFERS = 32, 5
+"""Most and fewest transfers of which the time of one is the median."""
 EXPLORATION_INTERVAL = 100
-"""Decisions in a row without a worker, per candidate, before it is tried again: so at most
-MIN_RATIOS of EXPLORATION_INTERVAL requests explore."""
+"""Decisions in a row without a worker, per candidate, before its runs are forgotten, so that it is
+tried again."""
 CACHED_SHARE_WINDOW = 500
 """Requests that the share of prompts in caches is about, and the tokens without any that it begins
 with: the later requests are unknown."""
@@ -135,36 +131,6 @@ def recorded_profile(candidate: Candidate) -> EngineProfile:
     )
 
 
-class SlowdownEstimate:
-    """A factor learned from ratios of measured to expected times: the median of the last ones.
-
-    Of an even number the upper median: an error on the slow side costs less. `value` is None until
-    there are enough ratios; `skipped_count`: decisions in a row without this worker.
-    """
-
-    def __init__(self) -> None:
-        self._ratios = deque[float](maxlen=MAX_RATIOS)
-        self.value: float | None = None
-        self.skipped_count = 0
-
-    def observe(self, ratio: float) -> None:
-        """Add the ratio of a run; one that is not a positive number is ignored."""
-        if math.isfinite(ratio) and ratio > 0:
-            self._ratios.append(ratio)
-            if self._has_changed():
-                while len(self._ratios) > MIN_RATIOS:
-                    self._ratios.popleft()
-            if len(self._ratios) >= MIN_RATIOS:
-                self.value = sorted(self._ratios)[len(self._ratios) // 2]
-
-    def _has_changed(self) -> bool:
-        """Whether the last ratios, all on one side, are of another speed."""
-        if self.value is None:
-            return False
-        recent = [*self._ratios][-MIN_RATIOS:]
-        return min(recent) > CHANGE * self.value or max(recent) * CHANGE < self.value
-
-
 class FadingSums:
     """Sums by worker whose parts fade with `decay_ms`."""
 
@@ -230,15 +196,14 @@ class RecentPrefill:
 
 
 class _Begun(msgspec.Struct, frozen=True, gc=False):
-    """A run without a first token: its length, its worker, and a decode step there; of a decode the
-    steps until its first token. `context`: tokens in the cache there, 0 if nothing was decoded.
+    """A run without a first token: its length and its worker; of a decode the steps until its first
+    token. `context`: tokens in the cache there, 0 if nothing was decoded.
     `found_none`: no other prompt was before it.
     """
 
     worker: str
     tokens: int
-    pace: EngineProfile
-    decode_ms: float
+    steps_ms: float
     context: float
     found_none: bool
 
@@ -308,13 +273,14 @@ class PerformanceModel:
         self.expected_followups = 1.0
         self.prefill_shares, self.step_shares = PrefillShares(), PrefillShares()
         self.recent_prefill = RecentPrefill()
-        self._transfers = deque[float](maxlen=MAX_RATIOS)
+        self._transfers = deque[float](maxlen=MAX_TRANSFERS)
         self._prefilled: OrderedDict[tuple[str, int], bool] = OrderedDict()
         """Ids and attempts whose prompts are computed and not yet decoded."""
         self._prompt_tokens = INITIAL_PROMPT_TOKENS
         self._held_tokens = 0.0
         self._answers = OUTPUT_WEIGHT
-        self._learned: OrderedDict[str, SlowdownEstimate] = OrderedDict()
+        self._skipped = Counter[str]()
+        """By worker with runs, the decisions in a row without it."""
         self._begun: OrderedDict[RunKey, _Begun] = OrderedDict()
         self._answering: OrderedDict[RunKey, int] = OrderedDict()
         """Times of the first tokens of runs that are not over."""
@@ -375,7 +341,7 @@ class PerformanceModel:
 
     @property
     def transfer_token_ms(self) -> float | None:
-        if len(self._transfers) < MIN_RATIOS:
+        if len(self._transfers) < MIN_TRANSFERS:
             return None
         return sorted(self._transfers)[len(self._transfers) // 2]
 
@@ -404,17 +370,14 @@ class PerformanceModel:
             self._pass_over(decision)
         if chosen is None or (is_decode and chosen.prefill_runs):
             return
-        if not is_decode:  # which the run measures
-            kind = self._kind_of.get(decision.worker)
-            curves = profile.curves if kind is None else kind.profile.curves
-            profile = profile._replace(slowdown=1.0, curves=curves)
         tokens = chosen.prompt_tokens + chosen.open_runs * self.mean_output_tokens / 2
-        step_ms = profile.decode_ms(tokens) if chosen.open_runs else 0.0
+        steps_ms = 0.0
         if is_decode:  # the rest of the step under way, and the first one of its own
-            step_ms = step_ms / 2 + profile.decode_ms(tokens + decision.prompt_tokens)
+            steps_ms = profile.decode_ms(tokens) / 2 if chosen.open_runs else 0.0
+            steps_ms += profile.decode_ms(tokens + decision.prompt_tokens)
         is_decoding = chosen.open_runs > chosen.prefill_runs
         self._begun[decision.run_key] = _Begun(
-            decision.worker, decision.prompt_tokens + decision.base_tokens, profile, step_ms,
+            decision.worker, decision.prompt_tokens + decision.base_tokens, steps_ms,
             tokens if is_decoding else 0.0, not chosen.prefill_runs,
         )  # fmt: skip
         while len(self._begun) > MAX_REMEMBERED:
@@ -422,26 +385,23 @@ class PerformanceModel:
 
     def _pass_over(self, decision: Assigned) -> None:
         """Drop the factor of a candidate that has got no request for long."""
-        if not self._learned:
-            return
         workers = decision.candidate_workers
         most = EXPLORATION_INTERVAL * len(workers)
         for worker in workers:
-            learned = self._learned.get(worker)
-            if learned is None:
-                continue
-            learned.skipped_count = 0 if worker == decision.worker else learned.skipped_count + 1
-            if learned.skipped_count > most:
-                del self._learned[worker]
-                self._runs.pop(worker, None)
-                self.slowdown.discard(worker)
+            if worker == decision.worker:
+                self._skipped.pop(worker, None)
+            elif worker in self._runs:
+                self._skipped[worker] += 1
+                if self._skipped[worker] > most:
+                    del self._skipped[worker], self._runs[worker]
+                    self.slowdown.discard(worker)
 
     def _measure(self, done: PrefillDone, log_record: LogRecord) -> None:
         begun = self._begun.pop(done.run_key, None)
         if begun is None or begun.worker != done.worker:
             return
         if done.phase == "decode":
-            took_ms = max(done.prefill_ms - begun.decode_ms, 0.0)
+            took_ms = max(done.prefill_ms - begun.steps_ms, 0.0)
             self._transfers.append(took_ms / max(begun.tokens, 1))
             return
         tokens = max(begun.tokens - done.cached_tokens, 1)
@@ -452,17 +412,6 @@ class PerformanceModel:
             log_record.timestamp_ms, log_record.offset, done.prefill_ms, tokens, begun.context,
             begun.tokens, begun.found_none
         ))  # fmt: skip
-        if not begun.found_none:
-            return
-        expected_ms = begun.pace.prefill_ms(tokens, begun.decode_ms) + begun.decode_ms / 2
-        if expected_ms > 0:
-            if (learned := self._learned.get(done.worker)) is None:
-                learned = self._learned[done.worker] = SlowdownEstimate()
-            learned.observe(done.prefill_ms / expected_ms)
-            if learned.value is not None and done.worker not in self._kind_of:
-                self.slowdown[done.worker] = learned.value
-            while len(self._learned) > MAX_REMEMBERED:
-                self.slowdown.discard(self._learned.popitem(last=False)[0])
 
     # --- curves of kinds -------------------------------------------------------------------------
 
@@ -485,7 +434,7 @@ class PerformanceModel:
         if (runs := self._runs.get(worker)) is None:
             runs = self._runs[worker] = _Runs([], [])
             if len(self._runs) > MAX_REMEMBERED:
-                self._runs.popitem(last=False)
+                self._skipped.pop(self._runs.popitem(last=False)[0], None)
         kept: list[Any] = runs.first_tokens if isinstance(run, FirstToken) else runs.answers
         insort(kept, run)
         del kept[: -2 * RUN_WINDOW]
@@ -519,12 +468,8 @@ class PerformanceModel:
                 self.slowdown.discard(worker)
 
     def _forget_curves(self, worker: str) -> None:
-        """Let a worker have the curves of its card again, with the factor on them."""
+        """Let a worker have the curves of its card again."""
         if self.curves.pop(worker, None) is None:
             return
         self.slowdown.changes.record(worker)
-        estimate = self._learned.get(worker)
-        if worker in self._kind_of or estimate is None or estimate.value is None:
-            self.slowdown.discard(worker)
-        else:
-            self.slowdown[worker] = estimate.value
+        self.slowdown.discard(worker)

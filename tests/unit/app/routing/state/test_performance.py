@@ -14,12 +14,9 @@ from kvlane.app.perf_curves import PerfCurves, curves_from
 from kvlane.app.routing.state import performance
 from kvlane.app.routing.state.performance import (
     EXPLORATION_INTERVAL,
-    MAX_RATIOS,
     MAX_REMEMBERED,
-    MIN_RATIOS,
     EngineProfile,
     PerformanceModel,
-    SlowdownEstimate,
     WorkerKind,
     profile_from_card,
 )
@@ -57,48 +54,20 @@ def finished(output_tokens: int, code: Any = "stop", name: str = "a") -> Finishe
     return Finished(id=name, code=code, output_tokens=output_tokens, **RUN)
 
 
-def write(paces: PerformanceModel, *records: Any) -> PerformanceModel:
+def write(paces: PerformanceModel, *records: Any, at_ms: int = 0) -> PerformanceModel:
     for record in records:
-        paces.on_record(LogRecord(0, 0, record))
+        paces.on_record(LogRecord(0, at_ms, record))
     return paces
 
 
-def observed(*ratios: float) -> float | None:
-    slowness = SlowdownEstimate()
-    for ratio in ratios:
-        slowness.observe(ratio)
-    return slowness.value
-
-
-def test_several_observations_change_the_profile_and_one_does_not() -> None:
-    assert observed() is None
-    assert observed(*[3.0] * (MIN_RATIOS - 1)) is None
-    assert observed(*[3.0] * MIN_RATIOS) == 3.0
-    assert observed(1.0, 3.0, 1.0, 3.0, 1.0, 3.0) == 3.0, "of as many on both sides the slower one"
-
-
-@pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan"), float("inf")])
-def test_invalid_ratio_is_not_learned(ratio: float) -> None:
-    assert observed(*[ratio] * MAX_RATIOS) is None
-
-
-@given(st.floats(0.01, 100), st.lists(st.floats(0.001, 1e6), max_size=MAX_RATIOS // 2 - 1))
-def test_minority_however_wrong_changes_nothing(truth: float, wrong: list[float]) -> None:
-    between = [ratio for each in wrong for ratio in (each, truth)]
-    assert observed(*[truth] * MAX_RATIOS, *between) == truth
-
-
-def test_change_of_speed_is_seen_after_a_few_runs() -> None:
-    assert observed(*[1.0] * MAX_RATIOS, *[2.0] * (MIN_RATIOS - 1)) == 1.0
-    assert observed(*[1.0] * MAX_RATIOS, *[2.0] * MIN_RATIOS) == 2.0
-    assert observed(*[2.0] * MAX_RATIOS, *[0.9] * MIN_RATIOS) == 0.9
-    assert observed(*[1.0] * MAX_RATIOS, *[1.4] * MIN_RATIOS) == 1.0, "a small one comes with time"
+KIND = WorkerKind("m", EngineProfile(chunk_tokens=8192, capacity_tokens=100_000))
+RUNS = 20
 
 
 def measured(
-    paces: PerformanceModel, worker: str, ratio: float, times: int = MIN_RATIOS
-) -> PerformanceModel:
-    """So many runs of a worker, which w1 and w2 were candidates for."""
+    paces: PerformanceModel, worker: str, ratio: float, times: int = RUNS, since_ms: int = 0
+) -> int:
+    """So many runs of a worker, of w1 and w2 as candidates; returns the time of the end."""
     for n in range(times):
         begun = replace(
             assigned(f"{worker} {n}"),
@@ -106,54 +75,68 @@ def measured(
             listed=tuple(Candidate(each, epoch=3) for each in ("w1", "w2")),
         )
         done = prefilled(ratio * PerfCurves().prefill_ms(1000), f"{worker} {n}", worker=worker)
-        write(paces, begun, done)
+        write(paces, begun, done, at_ms=since_ms + 500 * n)
+    return since_ms + 500 * times
+
+
+def learned(paces: PerformanceModel, now_ms: int) -> dict[str, float]:
+    """The factors on the prior, as a decision then reads them."""
+    paces.refresh(now_ms + 5000)
+    assert set(paces.curves.values()) <= {PerfCurves()}
+    return dict(paces.slowdown)
+
+
+def of_one_kind() -> PerformanceModel:
+    paces = PerformanceModel()
+    paces.set_kinds({"w1": KIND, "w2": KIND})
     return paces
 
 
 def test_slowdown_of_a_skipped_worker_decays() -> None:
-    paces = measured(
-        measured(PerformanceModel(), "w1", 9.0), "w2", 2.0, times=2 * EXPLORATION_INTERVAL
-    )
-    assert set(paces.slowdown) == {"w1", "w2"}
-    measured(paces, "w1", 9.0, times=1)
-    measured(paces, "w2", 2.0, times=2 * EXPLORATION_INTERVAL)
-    assert set(paces.slowdown) == {"w1", "w2"}, "it had a turn in between"
-    measured(paces, "w2", 2.0, times=1)
-    assert paces.slowdown == {"w2": pytest.approx(2.0)}, "w1 may be no slower than others by now"
-    measured(paces, "w1", 1.0, times=MIN_RATIOS - 1)
-    assert "w1" not in paces.slowdown, "nor does what was forgotten count"
+    paces = of_one_kind()
+    now_ms = measured(paces, "w1", 9.0)
+    now_ms = measured(paces, "w2", 2.0, 2 * EXPLORATION_INTERVAL, now_ms)
+    assert learned(paces, now_ms) == pytest.approx({"w1": 9.0, "w2": 2.0})
+    now_ms = measured(paces, "w1", 9.0, 1, now_ms)
+    now_ms = measured(paces, "w2", 2.0, 2 * EXPLORATION_INTERVAL, now_ms)
+    assert set(learned(paces, now_ms)) == {"w1", "w2"}, "it had a turn in between"
+    now_ms = measured(paces, "w2", 2.0, 1, now_ms)
+    assert learned(paces, now_ms) == {"w2": pytest.approx(2.0)}, "w1 may be no slower by now"
 
 
 def test_slowdown_is_learned_from_uncached_tokens() -> None:
-    paces = PerformanceModel()
-    expected_ms = PerfCurves().prefill_ms(600)
-    for n in range(MAX_RATIOS):
-        name = f"r{n}"
-        write(paces, assigned(name), prefilled(2.5 * expected_ms, name, cached_tokens=400))
-    assert paces.slowdown == {"w1": pytest.approx(2.5)}
+    paces, expected_ms = of_one_kind(), PerfCurves().prefill_ms(600)
+    for n in range(RUNS):
+        done = prefilled(2.5 * expected_ms, f"r{n}", cached_tokens=400)
+        write(paces, assigned(f"r{n}"), done, at_ms=500 * n)
+    assert learned(paces, 10_000) == {"w1": pytest.approx(2.5)}
 
 
 @pytest.mark.parametrize("believed", [0.5, 1.0, 3.0])
 def test_concurrent_decode_step_does_not_slow_down_a_worker(believed: float) -> None:
-    paces = PerformanceModel()
-    took_ms = 2 * (PerfCurves().prefill_ms(1000) + 1.5 * PerfCurves().decode_ms(0))
-    for n in range(MAX_RATIOS):
-        name = f"r{n}"
-        begun = assigned(name, open_runs=2, prompt_tokens=50, slowness=believed)
-        write(paces, begun, prefilled(took_ms, name))
-    assert paces.slowdown == {"w1": pytest.approx(2.0)}
+    paces = of_one_kind()
+    usage = (50 + 2 * paces.mean_output_tokens / 2) / KIND.profile.capacity_tokens
+    took_ms = 2 * (PerfCurves().prefill_ms(1000) + 1.5 * PerfCurves().decode_ms(usage))
+    for n in range(RUNS):
+        begun = assigned(f"r{n}", open_runs=2, prompt_tokens=50, slowness=believed)
+        write(paces, begun, prefilled(took_ms, f"r{n}"), at_ms=500 * n)
+    assert learned(paces, 10_000) == {"w1": pytest.approx(2.0)}
 
 
 def test_runs_that_waited_for_others_are_not_learned() -> None:
-    paces = PerformanceModel()
-    for n in range(MIN_RATIOS):
+    paces = of_one_kind()
+    for n in range(RUNS):
         a, b, c, d = (f"{name}{n}" for name in "abcd")
-        write(paces, assigned(a, prefill_runs=1), prefilled(900.0, a))
-        write(paces, assigned(b, policy="dynamo"), prefilled(900.0, b))
-        write(paces, assigned(c), prefilled(900.0, c, worker="w0"))
-        write(paces, assigned(d), finished(5, name=d), prefilled(900.0, d))
-        write(paces, prefilled(900.0, f"unknown{n}"))
-    assert paces.slowdown == {}
+        write(
+            paces,
+            *(assigned(a, prefill_runs=1), prefilled(900.0, a)),
+            *(assigned(b, policy="dynamo"), prefilled(900.0, b)),
+            *(assigned(c), prefilled(900.0, c, worker="w0")),
+            *(assigned(d), finished(5, name=d), prefilled(900.0, d)),
+            prefilled(900.0, f"unknown{n}"),
+            at_ms=500 * n,
+        )
+    assert learned(paces, 10_000) == {}
 
 
 def test_mean_output_length_moves_from_its_prior_to_observations() -> None:
@@ -227,9 +210,6 @@ def test_numbers_are_curves_and_back() -> None:
     twice = curves_from(PerfCurves().coefficients(speedup=2.0))
     assert twice is not None
     assert twice.prefill_ms(1000) == pytest.approx(PerfCurves().prefill_ms(1000) / 2)
-
-
-KIND = WorkerKind("m", EngineProfile(chunk_tokens=8192, capacity_tokens=100_000))
 
 
 def foreign_runs(count: int, engine: PerfCurves) -> list[LogRecord]:
