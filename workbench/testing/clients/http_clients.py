@@ -162,8 +162,6 @@ class HttpClient:
     ) -> AsyncGenerator[bytes, None]:
         if self._is_unsteady:
             answer.rewind(self._rng)
-        elif not answer.marks:  # several answers together have no positions
-            answer.text = ""
         path = f"/v1/streams/{answer.id}?form={'chat' if self.chat else 'completion'}"
         headers = {"last-event-id": f"{answer.position}"}
         return self._exchange(gateway, HttpCall("GET", path, headers=headers), [answer])
@@ -223,10 +221,11 @@ class HttpClient:
         if "error" in chunk:
             self._failed(chunk["error"]["code"], read)
             return
+        positions = lines[b"id"].split(b",")
         for choice in chunk["choices"]:
             text = choice["delta"].get("content", "") if self.chat else choice["text"]
-            position = int(lines[b"id"]) if b"id" in lines else None
-            read[choice["index"]].take(text, position, choice["finish_reason"])
+            index = choice["index"]
+            read[index].take(text, int(positions[index]), choice["finish_reason"])
 
     def _start_over(self) -> None:
         """Send another request; the result of the one that was turned down is not checked."""
