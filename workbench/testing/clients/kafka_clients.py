@@ -12,6 +12,7 @@ import math
 import random
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from kvlane.app.engine.echo import echo_answer
@@ -29,8 +30,10 @@ from kvlane.streams.request import (
     AnswerParsing,
     GuidedDecoding,
     Request,
+    ResultOptions,
     SamplingOptions,
     StopConditions,
+    StoredInput,
 )
 from kvlane.streams.topics import BATCH, PROMPTS, REQUESTS
 from workbench.testing.simulated_world import SimulatedWorld
@@ -113,6 +116,7 @@ class KafkaClients:
             self._draw_batch(batch_rng, f"b{number}", batch_rng.random() * batch_within_s)
         if "agents" in world.parameters.scenarios:
             agent_rng = random.Random(f"{world.seed} agents")
+            self._store_rng = random.Random(f"{world.seed} stored")
             for number in range(agent_rng.randint(*AGENT_REQUESTS)):
                 self._draw_agent(agent_rng, f"agent{number}", agent_rng.random() * within_s)
         if world.parameters.peak_s is not None:
@@ -220,14 +224,23 @@ class KafkaClients:
             stop=StopConditions(max_tokens=max_tokens),
             sampling=SamplingOptions(guided_decoding=form),
             parsing=AnswerParsing(tools="hermes", reasoning="qwen3"),
+            result=self._draw_stored(request_id),
         )
         self.requests[request_id] = ExpectedRequest(
             request,
             echo_answer(prompt, max_tokens),
             is_cancelled=False,
+            wants_result=request.result is not None,
             may_expire=bool(self._world.parameters.peak_s or self._world.parameters.absence),
         )
         self._publish_at(at, request_id, REQUESTS, entry_of(request, request_id))
+
+    def _draw_stored(self, request_id: str) -> ResultOptions | None:
+        """The options of a stored response; None for an answer that is not stored."""
+        if not self._world.parameters.collectors or self._store_rng.random() < 0.3:
+            return None
+        items = msgspec.json.encode([{"role": "user", "content": request_id}])
+        return ResultOptions(stored=StoredInput(shown=b"{}", input=items))
 
     def _draw_reply_topic(self) -> str:
         """The topic that a prompt names for its reply; "" for none."""
