@@ -7,9 +7,7 @@ then the order of arrival.
 
 A run gives way when the interactive runs of its rank need its place. Which ones is a function of
 the ledger alone, so that all routers agree, and the owner of each lane moves its own requests
-(`app/lanes/owner.py`), without a message between them.
-
-Never here: the restart of a preempted request (`app/lanes/failover.py`).
+(`app/lanes/failover.py`), without a message between them.
 """
 
 from __future__ import annotations
@@ -42,9 +40,8 @@ from kvlane.app.routing.state.request_state import OPEN, RequestState
 from kvlane.streams.records import Ended, Fencing, Finished, LogRecord, PrefillDone
 
 WAKE_INTERVAL_MS = 30
-"""From a record that may have freed a place to the next look: a busy ledger has thousands a second,
-and a look takes 0.2 ms. `kvlane bench mix`, batch tokens of idle capacity and mean TTFT beside it:
-0.771 and 79.5 ms with 50, 0.873 and 80.0 ms with 30, 0.866 and 80.2 ms with 20."""
+"""From a record that may have freed a place to the next look: a busy ledger has thousands a second.
+With 50, batch requests leave a tenth more of the idle capacity unused (`kvlane bench mix`)."""
 MAX_FREQUENT_RETRIES = 32
 """Waiting requests beyond which each retries less often."""
 
@@ -62,8 +59,7 @@ class _SearchInputs(NamedTuple):
 
 class BatchClass:
     """One per router. `bound`: of the queue. `unconfirmed`: the runs of decisions of this router
-    that it has not read back. `routing_state`: the state for a decision, at a time.
-    """
+    that it has not read back. `routing_state`: the state for a decision, at a time."""
 
     def __init__(
         self,
@@ -118,9 +114,7 @@ class BatchClass:
                 self._wake_next(model)
 
     def _wake_next(self, model: str) -> None:
-        """Wake the first preempted request, and the first new one: the former may wait for its
-        cache, which holds back no other.
-        """
+        """Wake the first preempted request, which may wait for its cache, and the first new one."""
         for is_preempted in (True, False):
             self._wake_ups.wake_first([_queue_name(model, is_preempted)])
 
@@ -133,13 +127,10 @@ class BatchClass:
         awaited: set[WorkerRank],
         full_workers: Collection[tuple[str, int]],
     ) -> Decision:
-        """Decide about a request: a place, a wait, or a rejection.
-
-        The place has the least prefill of those where the request may stay. The bounds on placement
-        use the length of its own answer, those on preemption the mean; no request goes where it, or
-        another for it, would have to give way at once. Decisions that are not read back count.
-        `awaited`: ranks that interactive requests wait for.
-        """
+        """Decide about a request: a place, with the least prefill, a wait, or a rejection. The
+        bounds on placement use the length of its own answer, those on preemption the mean, so no
+        request goes where it, or another for it, would have to give way at once. `awaited`: ranks
+        that interactive requests wait for."""
         state = self._routing_state(now_ms)
         waited_ms = now_ms - request.since_ms
         place = partial(
@@ -167,10 +158,8 @@ class BatchClass:
     # --- preemption ------------------------------------------------------------------------------
 
     def giving_way_on(self, rank: WorkerRank, now_ms: int) -> Collection[str]:
-        """The ids of the requests whose runs on a rank give way, by the ledger.
-
-        Cached: callers ask once for each request, so the search is repeated only after a change.
-        """
+        """The ids of the requests whose runs on a rank give way, by the ledger. Cached, since
+        callers ask once for each request."""
         runs = self._ledger.batch_runs
         if not runs.on_rank(rank):
             return ()

@@ -1,12 +1,9 @@
 """Deferred requests: prompts from Kafka that wait without their bodies, by reference to the log.
 
 Where the share of the queue for prompts is full, further prompts from Kafka, which are not refused
-for load, wait here in the order of their arrival, as a key, a size and the offset of their record.
-When there is room, the next of them gets a reservation until its fetched request is queued or goes
-to a worker.
-
-Few wait here: preprocessors publish no more than routers report to have room for
-(`app/prompts/prompt_credit.py`). More come when lanes move, or when HTTP takes that room.
+for load, wait here in the order of their arrival. When there is room, the next of them gets a
+reservation until its fetched request is queued or goes to a worker. Few wait here: preprocessors
+publish no more than routers report to have room for (`app/prompts/prompt_credit.py`).
 """
 
 from __future__ import annotations

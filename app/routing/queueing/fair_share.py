@@ -6,9 +6,8 @@ with the lowest virtual time goes first: prompt tokens served, divided by its we
 fair queueing, Goyal, Vin and Cheng 1996). A class that becomes backlogged starts at the current
 virtual time: idle classes accumulate no credit, and nothing that was served without a queue counts.
 
-A class is charged when a place is found, also if the worker refuses then. A class whose waiting
-requests fit nowhere falls behind and is preferred afterwards. In this router alone; `pending.py`
-has the order within a class.
+A class is charged when a place is found, also if the worker refuses then. In this router alone;
+`pending.py` has the order within a class.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ NO_COST = ShareCost()
 
 class QueueEntry(msgspec.Struct, Generic[K], frozen=True, gc=False):
     """A request in the order of dispatch: the lowest `negated_priority` goes first, then the lowest
-    `order`.
-
-    Ranks are unique.
-    """
+    `order`, which is unique."""
 
     key: K
     cost: ShareCost
@@ -74,11 +70,8 @@ class ClassConfig(NamedTuple):
 
 @dataclass(slots=True)
 class _Line:
-    """The queue of one model. Virtual times of its classes: prompt tokens served, divided by
-    weight.
-
-    `served`: the virtual time of the class that went last, before that. Kept while requests wait.
-    """
+    """The queue of one model, kept while requests wait: the virtual times `given` of its classes.
+    `served`: the virtual time of the class that went last, before that."""
 
     given: dict[str, float] = field(default_factory=dict)
     waiting: Counter[str] = field(default_factory=Counter)

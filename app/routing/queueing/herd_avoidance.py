@@ -2,11 +2,8 @@
 
 Routers read each other's decisions only after a lag. So each worker has its own order of routers
 (by rendezvous hash, which each computes alone), and each router waits one lag for every router
-before it, until it has read their decisions.
-
-This costs a few lags, and CPU time, since a request that waits its turn is planned again. So it is
-done only while requests arrive in bursts (`BurstDetector`): then many meet at a worker
-(docs/benchmarks.md has figures).
+before it, until it has read their decisions. This costs a few lags, and CPU time, so it is done
+only while requests arrive in bursts (`BurstDetector`; docs/benchmarks.md has figures).
 """
 
 from __future__ import annotations
@@ -22,9 +19,7 @@ BURST_WINDOW = 64
 """Requests over which the number of those that arrive together is averaged."""
 BURST_FACTOR = 2.0
 """Prefill that arrives within a lag, per worker and in multiples of the lag, from which on routers
-are staggered. With 1, eight simulated routers are on gen:agent-tools (30/s, lag 5 ms, three seeds):
-mean TTFT 100 instead of 89 ms. With 4, three are not on the conversation trace with a lag of 100
-ms: 372 instead of 292 ms."""
+are staggered. 1 staggers too often (eight routers of agents), 4 too seldom (a long lag)."""
 MIN_REQUESTS = 30
 """Requests before which a burst is assumed: those that waited for a deployment arrive together."""
 MAX_INTERVALS = 32
@@ -32,8 +27,7 @@ MAX_INTERVALS = 32
 LAG_TOLERANCE = 0.25
 """Share by which the lag has to change until the intervals do, which makes all of them new."""
 INITIAL_LAG_MS, MAX_LAG_MS = 5.0, 50.0
-"""The lag before one was measured, and the longest that is waited for: a log that stalls for
-seconds is no measure of the usual delay of its records."""
+"""The lag before one was measured, and the longest that is waited for."""
 LAG_WINDOW = 20
 """Decisions over which the lag is averaged."""
 ROUTER_EXPIRY_MS = 60_000
@@ -78,9 +72,7 @@ class BurstDetector:
 
     def is_bursty(self, prefill_ms: float, workers: int) -> bool:
         """Whether the requests of one lag bring more prefill than `BURST_FACTOR` times the capacity
-        of the workers in that time. `prefill_ms`: mean prefill of a request; `workers`: number of
-        those that compute prompts.
-        """
+        of the `workers` that compute prompts. `prefill_ms`: mean prefill of a request."""
         if len(self._others) < MIN_REQUESTS:
             return True
         arriving_ms = self._sum / len(self._others) * prefill_ms

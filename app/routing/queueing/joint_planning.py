@@ -1,8 +1,8 @@
 """Joint planning of requests that wait or arrive together, with the costs of policy predictive.
 
 The result is that of planning one after the other in the order of arrival, each with the
-reservations of all others; no candidates are recorded, since most requests stay where they are.
-Requests that ask for certain workers are planned one by one.
+reservations of all others; no candidates are recorded. Requests that ask for certain workers are
+planned one by one.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class TentativePlan(msgspec.Struct, frozen=True, gc=False):
 
 class PlannedOrder(msgspec.Struct, Generic[K], frozen=True, gc=False):
     """The result of joint planning. `order`: requests that may go, in the order of their dispatch;
-    `waiting`: requests that wait; `to_wake`: requests that were not planned and whose turn has
-    changed, to look next.
-    """
+    `waiting`: those that wait; `to_wake`: others whose turn has changed, to look next."""
 
     order: Sequence[K]
     waiting: Mapping[K, Wait]
@@ -72,13 +70,10 @@ def plan_together(
     context: PlanningContext | None,
     plan_one: Callable[[PendingRequest[K]], Decision],
 ) -> PlannedOrder[K]:
-    """Plan the requests that look at one moment, in the order of their arrival; none goes yet.
-
-    Each reserves its worker in `pending` before the next group is planned, which counts it in.
-    `plan_one` plans one request. `context` is None with policies that queue requests for no place:
-    nothing is planned then, and requests go by precedence. A single request is not planned either,
-    since it is planned when it goes.
-    """
+    """Plan the requests that look at one moment, in the order of their arrival; none goes yet. Each
+    reserves its worker in `pending` before the next group is planned. `context` is None with
+    policies that queue requests for no place: nothing is planned then, and requests go by
+    precedence. Neither is a single request, since it is planned when it goes."""
     looking = sorted(looking, key=lambda wanted: wanted.arrival)
     if len(looking) == 1:
         return PlannedOrder([looking[0].key], {}, [])

@@ -13,9 +13,8 @@ classes (`fair_share.py`), and then by one of
                 a first token, of the request, its class, or `NO_TARGET_MS`. A request whose prefill
                 would end past its deadline comes after all that can meet theirs
 
-A `priority_jump` counts as waiting time in all orders. Requests that look for a place at one
-moment are all planned before one goes (`joint_planning.py`): otherwise the shortest would wait
-behind the one that was read first. `select.py` decides whether a request may go.
+A `priority_jump` counts as waiting time in all orders. `select.py` decides whether a request may
+go.
 """
 
 from __future__ import annotations
@@ -70,10 +69,8 @@ class RequestKey(NamedTuple):
 
 class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
     """A request that needs a worker. `arrival`: its position in the order of arrival here.
-
     `excluded`: workers on which it failed. `queue_key`: its queue while it waits. `phase`: the part
-    of it that the worker is for. Times are the broker's.
-    """
+    of it that the worker is for. Times are the broker's."""
 
     key: K
     arrival: int
@@ -107,11 +104,9 @@ LaneRequest: TypeAlias = PendingRequest[RequestKey]
 
 
 class PendingEntry(msgspec.Struct, frozen=True, gc=False):
-    """A request with a reservation. `arrival`: its position in the order of arrival.
-
-    The lowest `negated_priority` goes first; then, within a class, the lowest `order`. All requests
-    age at the same rate, so it changes only where a deadline can no longer be met (`pass_time`).
-    """
+    """A request with a reservation. The lowest `negated_priority` goes first; then, within a class,
+    the lowest `order`. All requests age at the same rate, so it changes only where a deadline can
+    no longer be met (`pass_time`)."""
 
     arrival: int
     reservation: Reservation
@@ -153,8 +148,7 @@ class ReservedRequests(Generic[K]):
 
     def joined(self, looking: Iterable[PendingRequest[K]]) -> JoinedColumns:
         """The reservations of all pending requests, with rows for the `looking` ones, which are in
-        the order of arrival.
-        """
+        the order of arrival."""
         return self._columns.joined([wanted.arrival for wanted in looking])
 
     def reserve(self, wanted: PendingRequest[K], planned: Reservation | None) -> Sequence[K]:
@@ -180,11 +174,8 @@ class ReservedRequests(Generic[K]):
         return woken
 
     def next_retry_ms(self, key: K, planned: Wait) -> int | None:
-        """When a pending request retries by itself; None: only on records, and now and then.
-
-        Of the requests for one place the next in order retries when the place is predicted free.
-        The others follow one by one as it goes.
-        """
+        """When a pending request retries by itself; None: only on records, and now and then. Of the
+        requests for one place the next in order retries when the place is predicted free."""
         if (
             planned.reservation is not None
             and self.next_for(planned.reservation.worker_rank) != key
@@ -207,11 +198,8 @@ class ReservedRequests(Generic[K]):
         self, key: K, arrival: int, since_ms: float, planned: Reservation,
         negated_priority: int = 0, jump_s: float = 0.0, cost: ShareCost = NO_COST,
     ) -> None:  # fmt: skip
-        """Replace the reservation of a request.
-
-        `since_ms`: when it counts as arrived, with the jump, or its deadline with edf; `arrival`,
-        `negated_priority` and `cost` as in `PendingEntry`.
-        """
+        """Replace the reservation of a request. `since_ms`: when it counts as arrived, with the
+        jump, or its deadline with edf."""
         self.remove(key)
         turn = planned.prefill_ms + AGING_RATE * since_ms
         if self._queue_order == "fcfs":

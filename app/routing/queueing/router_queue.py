@@ -5,8 +5,8 @@
      └── a wake-up ◄── wait ◄┴─ Wait: until a record, a freed place or the retry time
 
 Plain and synchronous: times are arguments, and the caller acts on the results. A router
-(`app/lanes/scheduler.py`) and the simulation (`app/simulation/simulated_router.py`) use
-the same object. Batch requests have rules of their own (`batch_class.py`), and go last in a pass.
+(`app/lanes/scheduler.py`) and the simulation (`app/simulation/simulated_router.py`) use the same
+object. Batch requests have rules of their own (`batch_class.py`), and go last in a pass.
 
 Requests wait in the router, since one that is queued at a worker can no longer be moved. Their
 number is bounded, also by class: one more is refused if `waiting.is_full`, and one from Kafka waits
@@ -15,11 +15,8 @@ in the log if `waiting.must_defer`.
 When a worker frees a place, the first waiting request of each phase that it serves is woken, by
 priority, class and age; if it finds a place, the next one is woken. Every second each request
 retries by itself, less often where many wait. While computed prompts wait to be decoded, new ones
-wait behind them, so the bound holds for both.
-
-A request that policy predictive queues for a place retries when that is predicted free
-(`pending.py`). Requests that look at one moment are planned together in a pass before one of them
-goes.
+wait behind them, so the bound holds for both. A request that policy predictive queues for a place
+retries when that is predicted free (`pending.py`).
 """
 
 from __future__ import annotations
@@ -84,9 +81,8 @@ from kvlane.streams.request import Request
 log = logging.getLogger(__name__)
 
 MAX_FREQUENT_RETRIES = 1000
-"""Waiting requests beyond which each retries less often than once a second: a try takes some 60 us.
-A request that no wake-up reaches, such as one behind others that is pinned to a free worker, is
-dispatched at most 4 s late with 4096 waiting. With 200 it would be 20 s, at the same capacity."""
+"""Waiting requests beyond which each retries less often than once a second. A request that no
+wake-up reaches, such as one behind others that is pinned to a free worker, waits for its retry."""
 DEFERRABLE_SHARE = 0.5
 """The share of the queue that prompts from Kafka may fill; the rest is left to HTTP, where a
 request beyond the bound is refused instead of waiting in the log."""
@@ -200,12 +196,9 @@ class RouterQueue:
         )
 
     def decide(self, request: LaneRequest, now_ms: int) -> Decision:
-        """Decide about a request of the last pass: a place, a wait, or a rejection.
-
-        It is planned again, now for good, since a request of the same pass may have taken its
-        place. A place is free until the next decision, so the caller counts the request there
-        before.
-        """
+        """Decide about a request of the last pass: a place, a wait, or a rejection. It is planned
+        again, since a request of the same pass may have taken its place. A place is free until the
+        next decision, so the caller counts the request there before."""
         decision = self._decide(request, now_ms)
         if isinstance(decision, Placement) and decision.phase != "decode":
             local = request.prompt.local_hashes(decision.block_size)
@@ -239,11 +232,8 @@ class RouterQueue:
         self._wake_one(place.worker)
 
     def _wait_behind_decodes(self, request: LaneRequest, now_ms: int) -> Wait | None:
-        """The wait of a prompt that no worker could decode now, while computed ones wait for that.
-
-        Computed now, it would wait with them, and its hand-over might expire. With no decode
-        waiting, prompts are computed ahead, so that decode workers need not wait for them.
-        """
+        """The wait of a prompt that no worker could decode now, while computed ones wait for that:
+        its hand-over might expire. With no decode waiting, prompts are computed ahead."""
         model = request.prompt.request.model
         if request.phase != "prefill" or not self.waiting.has_decodes(model):
             return None
@@ -266,9 +256,7 @@ class RouterQueue:
 
     def is_backed_up(self, request: LaneRequest) -> bool:
         """Whether the queue is full and every place for this request is reserved, of any phase that
-        it may begin with. False with a priority, by which it may go before the others, and with
-        policies that reserve no places.
-        """
+        it may begin with. False with a priority, and with policies that reserve no places."""
         hints = request.prompt.request.hints
         if not len(self._reserved) or hints.strict_priority or hints.priority_jump:
             return False

@@ -22,11 +22,8 @@ that could not use it."""
 
 class WaitingRequests:
     """The waiting requests of a queue. `classes`: the classes in it, each with a bound of its own.
-
     `bound`: of the queue; `deferrable_bound`: of the part for requests that can wait in the log.
-    `max_frequent_retries`: requests beyond which each retries less often. `wake_ups`: of the
-    router.
-    """
+    `max_frequent_retries`: requests beyond which each retries less often."""
 
     def __init__(
         self,

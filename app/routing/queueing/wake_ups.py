@@ -1,8 +1,8 @@
 """Wake-ups of waiting requests: the lines they wait in, and the time at which each retries.
 
 A request waits in the line of a name, or for a place that is reserved for it, until a wake-up or
-its retry time; one that is woken and finds no place is added again. A wake-up that finds no request
-is lost.
+its retry time; one that is woken and finds no place is added again. A wake-up without a request is
+lost.
 """
 
 from __future__ import annotations

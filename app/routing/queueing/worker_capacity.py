@@ -3,11 +3,8 @@
 A worker is full by its card, which limits its runs, or by its refusals in the ledger, which every
 router reads. After a refusal, its limit is the number of runs it had then; once a second one probe
 request may exceed it, within the card's limit, since runs that no ledger had may have been the
-cause. A refusal that is not retryable is that of an expired hand-over, and sets no limit.
-
-For an interactive request only interactive runs count, since batch runs give way to it
-(`batch_class.py`). Only workers that were full once are remembered, so the check costs nothing in a
-fleet with free capacity.
+cause. A refusal that is not retryable is that of an expired hand-over, and sets no limit. For an
+interactive request only interactive runs count, since batch runs give way to it.
 """
 
 from __future__ import annotations
@@ -27,11 +24,8 @@ PROBE_INTERVAL_MS = 1_000
 
 @dataclass(slots=True)
 class _Limit:
-    """The open runs of a worker when it was full, and the time of its refusal if it refused one.
-
-    None: the refusal is new, and its time is that of the next query; its append time may be by
-    another clock.
-    """
+    """The open runs of a worker when it was full, and the time of its refusal if it refused one;
+    None for a new refusal, whose time is that of the next query."""
 
     runs: int
     refused_ms: float | None = -math.inf

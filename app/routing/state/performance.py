@@ -8,8 +8,8 @@ so records only mark curves as stale: they are fitted before a decision (`refres
 
 An unmeasured worker is assumed to be as fast as the fastest worker of its kind
 (`candidate_table.py`), so that it receives traffic and gets measured: by its curve alone it would
-get none where others have turned out to be faster than theirs (three of 8 workers, mean TTFT 1.087
-times as long). For the same reason a worker that was skipped for long loses its factor.
+get none where others have turned out to be faster than theirs. For the same reason a worker that
+was skipped for long loses its factor.
 
 Owns the estimates; `predictive.py` uses them. Reads no clock: times are in records.
 """
@@ -78,11 +78,8 @@ PUBLISHED_CURVES = PerfCurves()
 
 
 class EngineProfile(NamedTuple):
-    """The speed of a place. `slowdown`: the measured factor on its curves.
-
-    `chunk_tokens`: most prompt tokens of a step. `capacity_tokens`: size of its cache, 0 if not
-    known.
-    """
+    """The speed of a place. `slowdown`: the measured factor on its curves. `chunk_tokens`: most
+    prompt tokens of a step. `capacity_tokens`: size of its cache, 0 if not known."""
 
     curves: PerfCurves = PUBLISHED_CURVES
     slowdown: float = 1.0
@@ -171,10 +168,8 @@ class PrefillShares:
 
 class RecentPrefill:
     """The offered load of prefill by worker: the mean number of interactive prompts in computation.
-
     A prefill counts with its expected time when it is assigned, and fades with `RECENT_MS`. Before
-    that has passed once, the load is that of the time since the first prefill.
-    """
+    that has passed once, the load is that of the time since the first prefill."""
 
     def __init__(self) -> None:
         self._first_ms: int | None = None

@@ -5,11 +5,10 @@
          + what comes later + replication / f + balance
 
 A request planned for a place stays in the router until that is predicted free, unless it shares a
-step, since one in a worker's queue can no longer be moved; the order is that of `pending.py`. It is
-planned with the reservations of all others here, which count the delay that two of them cause each
-other for both, so each new plan lowers the sum. (Counting earlier requests only was worse: mean E2E
-2749 instead of 2699 ms on 8 workers.) Everything is a function of the arguments; without knowledge
-of caches it comes to the least load in predicted milliseconds.
+step, since one in a worker's queue can no longer be moved. It is planned with the reservations of
+all others here, which count the delay that two of them cause each other for both, so each new plan
+lowers the sum. Everything is a function of the arguments; without knowledge of caches it comes to
+the least load in predicted milliseconds.
 
 With L tokens of prompt, n of them to be computed here (at least one) and N not on the device here,
 o tokens of answer, O the mean answer, C the capacity, t = prompts there + runs · O / 2 the tokens
@@ -37,15 +36,14 @@ the same place, and find it as it is left:
                  where much comes again, a second copy is soon worth its room
     balance      up to half of a step (its constant part and d), for as many runs as a tenth more
                  than at the place with the fewest: when a step ends is not known more exactly.
-                 Else equal requests in a row go where a step ends first: 10 to 37 of 100 on four
-                 workers, one a millisecond
+                 Else equal requests in a row go where a step ends first
 
 A prompt shares a step if its tokens take less time there than the constant part of another step and
 the decode in that. A step with prompts ends with their first tokens, and the next one begins.
 
 The cached part of a prompt needs no more room (N, not L): t counts shared blocks as often as runs
 use them. Where no other run uses them, the cache is fuller than it seems, but waiting for space
-that is in fact free costs more (agents with tools: mean TTFT 775 ms with L, 248 with N).
+that is in fact free costs more.
 """
 
 from __future__ import annotations
@@ -79,12 +77,8 @@ class CostTerms(NamedTuple):
 
 class Prediction(Scores, frozen=True, gc=False):
     """The prediction for each option: `results`, in columns named in `cost_kernels.py`, and its
-    cost.
-
-    Preferred taints lower costs as they do in the `dynamo` policy. An option that is expected to
-    miss a target of the request costs `MISSED_TARGET_MS` more. `best`: the option to choose, as
-    `choose` has it.
-    """
+    cost. Preferred taints lower costs as in policy `dynamo`. An option that is expected to miss a
+    target of the request costs `MISSED_TARGET_MS` more. `best`: the option to choose."""
 
     results: Floats
 
@@ -94,12 +88,9 @@ class Prediction(Scores, frozen=True, gc=False):
 
     @property
     def hold_ms(self) -> Floats:
-        """For how long holding the request pays, if it is to go there; 0: it may go.
-
-        Infinite if a run has to end there first: the uncached prompt and an answer would not fit,
-        and would block all requests behind. A prompt so short that sharing a step costs less than
-        the step goes at once.
-        """
+        """For how long holding the request pays, if it is to go there; 0: it may go. Infinite if a
+        run has to end there first: the uncached prompt and an answer would not fit, and would block
+        all requests behind."""
         return np.maximum(self.results[:, cost_kernels.HOLD], 0.0)
 
 
