@@ -85,11 +85,8 @@ class _OpenPrompt:
 
 
 class _PreparedRecord(NamedTuple):
-    record: PreprocessedRecord
-    prompt: _OpenPrompt
+    """A record of a prompt; `debit`: of its credit, once it is admitted."""
 
-
-class _AdmittedRecord(NamedTuple):
     record: PreprocessedRecord
     prompt: _OpenPrompt
     debit: CreditDebit | None = None
@@ -262,10 +259,10 @@ class PromptSource:
 
     def _admit(
         self, answers: Sequence[_PreparedRecord]
-    ) -> tuple[dict[int, list[_AdmittedRecord]], list[_PreparedRecord]]:
+    ) -> tuple[dict[int, list[_PreparedRecord]], list[_PreparedRecord]]:
         """Records that may be published now, by lane, and those that must wait. Requests of a lane
         keep their order; a Cancel waits behind its own request only."""
-        ready: dict[int, list[_AdmittedRecord]] = {}
+        ready: dict[int, list[_PreparedRecord]] = {}
         waiting: list[_PreparedRecord] = []
         full_lanes: set[int] = set()
         for answer in answers:
@@ -278,7 +275,7 @@ class PromptSource:
                         id=record.id, code="deadline", message=late, result=record.result,
                         queued_ms=record.queued_ms,
                     )  # fmt: skip
-                    ready.setdefault(lane, []).append(_AdmittedRecord(refused, answer.prompt))
+                    ready.setdefault(lane, []).append(answer._replace(record=refused))
                     continue
                 if lane not in full_lanes:
                     debit = self._credit.acquire(lane, record)
@@ -289,15 +286,14 @@ class PromptSource:
                 waiting.append(answer)
                 full_lanes.add(lane)
             else:
-                ready.setdefault(lane, []).append(_AdmittedRecord(record, answer.prompt, debit))
+                ready.setdefault(lane, []).append(answer._replace(debit=debit))
         return ready, waiting
 
     def _is_late(self, request: Request) -> bool:
         lifetime_s = min(request.deadline_s, self._max_lifetime_s)
         return self._broker_clock.now_ms() > request.queued_ms + lifetime_s * 1000
 
-    async def _publish(self, lane: int, ready: Sequence[_AdmittedRecord]) -> None:
-        """Publish in order, as one batch where it fits."""
+    async def _publish(self, lane: int, ready: Sequence[_PreparedRecord]) -> None:
         if len(ready) > 1:
             try:
                 pairs = [(each.record.id, each.record) for each in ready]
@@ -321,11 +317,11 @@ class PromptSource:
                 queued_ms=record.queued_ms,
             )  # fmt: skip
             appended = await self._publisher.publish(REQUESTS, record.id, refusal, lane)
-            self._acknowledged(_AdmittedRecord(refusal, each.prompt), appended.offset)
+            self._acknowledged(_PreparedRecord(refusal, each.prompt), appended.offset)
         else:
             self._acknowledged(each, appended.offset)
 
-    def _acknowledged(self, admitted: _AdmittedRecord, offset: int) -> None:
+    def _acknowledged(self, admitted: _PreparedRecord, offset: int) -> None:
         self._on_published(admitted.record)
         if admitted.debit is not None:
             admitted.debit.offset = offset
@@ -407,7 +403,6 @@ class PromptSource:
 
 
 async def _acknowledged_by(append: Coroutine[Any, Any, object], prompt: _OpenPrompt) -> None:
-    """Append a record of a prompt to another topic."""
     await append
     prompt.acknowledge()
 

@@ -33,13 +33,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
         )
 
     def subtract(self, other: WorkerLoad) -> WorkerLoad:
-        return WorkerLoad(
-            self.runs - other.runs,
-            self.tokens - other.tokens,
-            self.prefill_tokens - other.prefill_tokens,
-            self.prefill_runs - other.prefill_runs,
-            self.prefill_since_ms - other.prefill_since_ms,
-        )
+        return self.replace(other, NO_LOAD)
 
     def replace(self, old_load: WorkerLoad, new_load: WorkerLoad) -> WorkerLoad:
         return WorkerLoad(
