@@ -144,7 +144,6 @@ class EpochTracker(Generic[R]):
         rank.is_complete, rank.has_rejected_blocks = complete, False
 
     def end_epoch(self, partition: int, worker: str, epoch: int) -> None:
-        """End an epoch of a worker, and drop its blocks."""
         workers = self._partitions.setdefault(partition, {})
         known = workers.get(worker)
         if known is None or known.epoch <= epoch:

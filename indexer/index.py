@@ -310,7 +310,6 @@ class Index(EpochTracker[_Cache]):
             self.maintain_fully()
 
     def _update_openness(self, cache: _Cache) -> None:
-        """Record whether a cache is closed."""
         if cache.column != _NO_COLUMN:
             if cache.is_complete and not cache.has_rejected_blocks:
                 self._open.discard(cache.column)
@@ -332,7 +331,6 @@ class Index(EpochTracker[_Cache]):
         return bool(growing or self._leaving or self._retired)
 
     def maintain_fully(self) -> None:
-        """Finish all growing and sweeping."""
         while self.maintain():
             pass
 
@@ -353,7 +351,6 @@ class Index(EpochTracker[_Cache]):
     # --- snapshots -------------------------------------------------------------------------------
 
     def snapshot(self, partition: int) -> bytes:
-        """Snapshot of a partition."""
         caches = [cache for _, cache in self.caches_of(partition)]
         columns = [cache.column for cache in caches]
         held = [column for column in columns if column != _NO_COLUMN]

@@ -41,7 +41,6 @@ def drop_old_caches() -> None:
 
 
 def main() -> None:
-    """Fill the cache, and print its folder."""
     if kernels.is_complete():
         return
     compile_all()

@@ -44,7 +44,6 @@ def assignment_record(
     rest: RemainingWork, run: RunId, choice: Placement, bootstrap: BootstrapInfo | None,
     now_ms: int, handover_until_ms: int,
 ) -> Assignment:  # fmt: skip
-    """The work of a run, as of broker time `now_ms`."""
     return Assignment(
         worker=run.worker, epoch=run.epoch, rank=choice.worker_rank.rank, attempt=run.attempt,
         phase=run.phase, request=_request_of(rest, choice, bootstrap), origin=rest.origin,

@@ -100,7 +100,6 @@ class ModelAvailability:
         return self._absent_since_ms.get(model, math.inf) + self._absence_ms
 
     def on_card(self, model: str) -> None:
-        """A card of a worker or of the model was read."""
         self._known[model] = None
         _forget_first(self._known)
 
@@ -134,7 +133,6 @@ class LedgerListener(Protocol):
 
 
 def routing_config(settings: Settings) -> RoutingConfig:
-    """The policy that the settings ask for."""
     weights = DynamoWeights(
         overlap_score_credit=settings.overlap_score_credit,
         prefill_load_scale=settings.prefill_load_scale,
@@ -187,8 +185,6 @@ def _batch_bound(settings: Settings) -> QueueSize:
 
 @dataclass
 class RouterContext:
-    """One per router process."""
-
     name: str
     log: Log
     settings: Settings
@@ -266,11 +262,9 @@ class RouterContext:
             raise ViewStopped(f"the ledger is not followed any more: {e}") from e
 
     def assignments_partition(self, worker: str) -> Partition:
-        """The partition of a worker's assignments."""
         return _partition_of(ASSIGNMENTS, worker, self.partitions[ASSIGNMENTS])
 
     def kv_events_partition(self, worker: str) -> Partition:
-        """The partition of a worker's heartbeats and cache events."""
         return _partition_of(KV_EVENTS, worker, self.partitions[KV_EVENTS])
 
 

@@ -187,7 +187,6 @@ class Dispatcher:
             await self._dispatch(rest, choice, handover.until_ms)
 
     def _decode_work(self, handover: HandOver) -> RemainingWork:
-        """The work of the decode worker."""
         rules = self._context.queue.handover_rules
         member = self._context.fleet.members.get(handover.prefill.worker)
         return handover.decode_work(() if member is None else member.card.taints, rules)

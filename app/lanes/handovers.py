@@ -76,7 +76,6 @@ class HandOvers:
 
     @property
     def has_room(self) -> bool:
-        """Whether another prompt may be kept."""
         return self._bytes < MAX_PREFILL_BYTES
 
     def begin(
@@ -131,7 +130,6 @@ class HandOvers:
             self._open[request_id] = known._replace(until_ms=0)
 
     def drop_others(self, request_id: str, attempt: int) -> None:
-        """Forget a hand-over of another attempt."""
         known = self._open.get(request_id)
         if known is not None and known.rest.attempt != attempt:
             self.drop(request_id)

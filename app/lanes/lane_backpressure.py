@@ -40,7 +40,6 @@ class LaneBackpressure:
         self.prompt_bytes += size
 
     def drop_prompt(self, request_id: str) -> None:
-        """The job of a request has no prompt in hand any more."""
         self.prompt_bytes -= self._sizes.pop(request_id, 0)
 
     def pause_if_clogged(self, appending_jobs: int) -> None:
@@ -50,7 +49,6 @@ class LaneBackpressure:
             self._paused_at = self._context.ctx.clock.now()
 
     def resume_if_relieved(self, appending_jobs: int) -> None:
-        """Read on, if the lane was paused and takes appends again."""
         if not self._claim.is_paused:
             return
         lane = self._claim.partition

@@ -195,7 +195,6 @@ class LaneOwner:
         return is_begun and has_prefill and not has_decode
 
     def _drop_handover(self, request_id: str, state: RequestState | None) -> None:
-        """Drop the hand-over of a request that is over, or has begun another attempt."""
         handovers = self._dispatcher.handovers
         if state is None or state.is_finished:
             handovers.drop(request_id)
@@ -260,7 +259,6 @@ class LaneOwner:
                 self._check_each(runs)
 
     def reconcile_unlisted(self, worker: str, epoch: int, beat: LastHeartbeat) -> None:
-        """Reconcile the requests whose runs a worker's last heartbeat does not list."""
         if beat.epoch == epoch and (runs := self._open_runs.get((worker, epoch))):
             self._check_each(sorted(runs.keys() - beat.running.keys()))
 
@@ -308,7 +306,6 @@ class LaneOwner:
         return len(self._jobs) - len(self._waits.waiting_ids)
 
     def resume_if_relieved(self) -> None:
-        """Read on, if the lane was paused and takes appends again."""
         if self.serving:
             self._backpressure.resume_if_relieved(self._appending_jobs)
 

@@ -20,8 +20,6 @@ from kvlane.streams.request import Request
 
 
 class RemainingWork(NamedTuple):
-    """The remaining work of a request: all of it, or the rest after the tokens already emitted."""
-
     request: Request
     attempt: int
     origin: RequestOffset

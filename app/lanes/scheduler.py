@@ -81,17 +81,14 @@ class Scheduler:
             self._queue.cancel_wait(request.key)
 
     def leave(self, request: LaneRequest) -> None:
-        """Remove a request that has a place, or that ended."""
         self._queue.leave(request)
         self._resume()
 
     def on_record(self, record: LogRecord, *, is_replay: bool) -> None:
-        """A record of the ledger was applied."""
         self._queue.on_record(record, self._broker_clock.now_ms(), is_replay=is_replay)
         self._resume()
 
     def on_fleet_changed(self) -> None:
-        """Other workers may be eligible now."""
         self._queue.on_fleet_changed()
         self._resume()
 

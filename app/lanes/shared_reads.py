@@ -188,7 +188,6 @@ class _Scan:
         return not self._questions
 
     def read(self, records: Sequence[Record]) -> None:
-        """Feed the next records to the queries for them."""
         for record in records:
             for question in self._by_key.get(record.key or b"", ()):
                 if question.start <= record.offset < question.stop:

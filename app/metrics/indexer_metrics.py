@@ -36,7 +36,6 @@ class ViewCollector(Collector):
         self._ends: dict[str, dict[Partition, int]] = {name: {} for name in followers}
 
     async def refresh(self) -> None:
-        """Read the end offsets again."""
         try:
             async with asyncio.timeout(END_OFFSETS_TIMEOUT_S):
                 for name, follower in self._followers.items():
@@ -118,7 +117,6 @@ class IndexerMetrics(MetricSet):
 
 
 def _index_families(index: KvIndexView) -> Iterator[Metric]:
-    """Contents of caches, and events and records that were not applied."""
     counts = index.blocks.counters
     sizes = sorted(index.cache_sizes().items())
     caches = [([cache.worker, str(cache.rank)], size) for cache, size in sizes]
@@ -161,7 +159,6 @@ def _index_families(index: KvIndexView) -> Iterator[Metric]:
 
 
 def _snapshot_families(duty: SnapshotWriter) -> Iterator[Metric]:
-    """Snapshots written by this replica, and the age of the newest ones."""
     ages = {partition: duty.age_s(partition) for partition in sorted(duty.owned)}
     yield gauges(
         "kvlane_indexer_snapshot_age_seconds",

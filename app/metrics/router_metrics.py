@@ -222,7 +222,6 @@ class RouterMetrics(MetricSet):
     def watch(
         self, router_queue: RouterQueue, followers: Mapping[str, Follower], index: KvIndexView
     ) -> None:
-        """Add the metrics of these objects."""
         self._views = ViewCollector(index, followers)
         self.read(partial(_queue_families, router_queue))
         self.registry.register(self._views)
@@ -263,7 +262,6 @@ class RouterMetrics(MetricSet):
 
 
 def _queue_families(router_queue: RouterQueue) -> Iterator[Metric]:
-    """The queue, and the load of workers."""
     queue, batch = router_queue.waiting, router_queue.batch.waiting
     for name, meaning, value in (
         ("queued_requests", "Requests queued in this router", queue.queued_requests),

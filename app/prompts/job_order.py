@@ -31,7 +31,6 @@ class JobOrder:
         self._served: dict[str, int] = {}
 
     def arranged(self, items: Sequence[BatchItem]) -> list[int]:
-        """The positions of the items in the order in which they go."""
         jobs: dict[str, deque[int]] = {}
         for i in sorted(range(len(items)), key=lambda i: items[i].prefix):
             jobs.setdefault(items[i].job, deque()).append(i)

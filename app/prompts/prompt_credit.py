@@ -188,7 +188,6 @@ class PromptCredit:
             lane.read_to(position)
 
     def position(self, source: Partition) -> int | None:  # noqa: ARG002
-        """Offset that it has read to; None at first."""
         return self._position
 
     def forget(self, source: Partition) -> None:  # noqa: ARG002

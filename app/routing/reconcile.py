@@ -54,8 +54,6 @@ class Decode(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """End the request visibly with this code."""
-
     code: EndCode
 
 

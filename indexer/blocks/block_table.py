@@ -92,13 +92,11 @@ class BlockTable(NamedTuple):
 
 
 def empty_table(blocks: int = 0) -> BlockTable:
-    """An empty table with room for `blocks` blocks."""
     capacity = max(MIN_CAPACITY, int(blocks / MAX_LOAD_FACTOR) + 1)
     return _single(_slots(capacity), _counters(capacity), capacity, used=0)
 
 
 def is_too_full(table: BlockTable, more: int) -> bool:
-    """Whether `more` blocks would exceed the maximum load."""
     return table.used + more > MAX_LOAD_FACTOR * table.capacity
 
 

@@ -62,7 +62,6 @@ class HolderSets(NamedTuple):
 
 
 def empty_sets(words: int = 1, rows: int = MIN_ROWS) -> HolderSets:
-    """Only the empty set."""
     state = np.zeros(STATE_WORDS, np.int64)
     state[COUNT] = 1
     return _allocated(words, rows, state)
@@ -190,7 +189,6 @@ def _unused_row(sets: HolderSets) -> int:
 
 @inlined
 def add_references(sets: HolderSets, number: int, blocks: int) -> None:
-    """Add references of `blocks` blocks to a set."""
     if number != EMPTY_SET:
         sets.references[number] += blocks
 

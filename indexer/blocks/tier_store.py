@@ -195,7 +195,6 @@ class TierStore:
 
     @property
     def is_swept(self) -> bool:
-        """Whether the last sweep is complete."""
         return not self._swept_to
 
     def begin_sweep(self) -> None:

@@ -299,7 +299,6 @@ def load_blocks(
 
 @inlined
 def _is_disjoint(sets: HolderSets, number: int, row: NDArray[np.uint64]) -> bool:
-    """Whether set and row have no column in common."""
     for word in range(sets.words):
         if sets.rows[number * sets.words + word] & row[word] != ZERO:
             return False

@@ -156,7 +156,6 @@ class EventNormalizer:
 
     @property
     def held_blocks(self) -> int:
-        """Number of blocks in the mirror, over all tiers."""
         return self._mirror.block_count
 
     @property

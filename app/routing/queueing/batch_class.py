@@ -103,7 +103,6 @@ class BatchClass:
             self.wake_ms = now_ms + WAKE_INTERVAL_MS
 
     def on_fleet_changed(self) -> None:
-        """Other workers may be eligible now."""
         self._giving_way.clear()
 
     def wake_due(self, now_ms: float) -> None:
@@ -176,7 +175,6 @@ class BatchClass:
         return found[1]
 
     def due(self, now_ms: int) -> list[str]:
-        """The ids of all requests whose runs give way, by the ledger."""
         return [
             request_id
             for rank in self._ledger.batch_runs.ranks()

@@ -79,8 +79,6 @@ class _Line:
 
 
 class FairQueue:
-    """The classes of one router."""
-
     def __init__(self, shares: Mapping[str, ClassConfig] | None = None) -> None:
         self._shares = {DEFAULT_CLASS: ClassConfig(), **(shares or {})}
         self._requests, self._tokens = Counter[str](), Counter[str]()
@@ -94,7 +92,6 @@ class FairQueue:
         return QueueKey(request.model)
 
     def ttft_target_ms(self, queue: QueueKey) -> float | None:
-        """The target of the time to a first token of a class, if it has one."""
         return self._shares[queue.class_name].ttft_target_ms
 
     def waiting_queues(self, *models: str) -> list[QueueKey]:

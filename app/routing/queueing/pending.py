@@ -61,8 +61,6 @@ K = TypeVar("K", bound=Hashable)
 
 
 class RequestKey(NamedTuple):
-    """A request, by its lane and its id."""
-
     lane: int
     id: str
 
@@ -96,7 +94,6 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
 
     @property
     def cost(self) -> ShareCost:
-        """Its cost in the share of its class."""
         return ShareCost(self.queue_key, self.prompt.tokens)
 
 

@@ -268,7 +268,6 @@ class RouterQueue:
         return bool(places) and self._reserved.has_reservations(places)
 
     def _use_weight(self, config: RoutingConfig) -> None:
-        """Take the present weight of decode, by the objective."""
         weights = config.predictive_weights._replace(decode_weight=self._decode_weight.value)
         self.config = config._replace(predictive_weights=weights)
         self._without_queueing = config._replace(
@@ -307,13 +306,11 @@ class RouterQueue:
         )
 
     def ranks_with_reservations(self) -> set[WorkerRank]:
-        """The places that requests are queued for."""
         return self._reserved.ranks_with_reservations()
 
     def routing_state(
         self, now_ms: int, others: PlannedReservations = NOTHING_PLANNED
     ) -> RoutingState:
-        """The state for a decision, with the reservations of `others`."""
         performance = self._performance
         performance.refresh(now_ms)
         return RoutingState(
@@ -377,18 +374,15 @@ class RouterQueue:
 
     @property
     def slowdown_by_worker(self) -> Mapping[str, float]:
-        """By worker, the measured factor on its curve."""
         return self._performance.slowdown
 
     @property
     def reservations(self) -> int:
-        """Number of requests with a reserved place."""
         return len(self._reserved)
 
     # --- waiting ---------------------------------------------------------------------------------
 
     def waiting_of(self, service_class: ServiceClass) -> WaitingRequests:
-        """The requests of a class of service that wait, and their bounds."""
         return self.batch.waiting if service_class == "batch" else self.waiting
 
     @property
@@ -403,7 +397,6 @@ class RouterQueue:
 
     @property
     def has_woken(self) -> bool:
-        """True if `take_woken` would return a request."""
         return self._wake_ups.has_woken
 
     def take_woken(self) -> list[RequestKey]:

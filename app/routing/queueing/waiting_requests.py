@@ -74,7 +74,6 @@ class WaitingRequests:
         return self._lane_bytes[lane]
 
     def has_decodes(self, model: str) -> bool:
-        """Whether requests of phase decode wait for workers of this model."""
         return self._decodes[model] > 0
 
     # --- bounds ----------------------------------------------------------------------------------

@@ -98,11 +98,9 @@ class RankWork(NamedTuple):
     batch_output_tokens: float
 
     def interactive_tokens(self) -> float:
-        """Expected tokens of interactive runs in the cache."""
         return self.interactive.tokens + self.interactive.runs * self.mean_output_tokens / 2
 
     def all_tokens(self) -> float:
-        """Expected tokens of all runs in the cache."""
         batch = self.batch
         return self.interactive_tokens() + batch.tokens + batch.runs * self.batch_output_tokens / 2
 
@@ -139,7 +137,6 @@ def _prefill_load(pool: CandidatePool, state: RoutingState) -> float:
 
 
 def bounds_in(pool: CandidatePool, state: RoutingState, bounds: BatchBounds) -> BatchBounds:
-    """The bounds on the ranks of a pool that are not reserved."""
     if len(pool.rows) > 1 or _prefill_load(pool, state) < MIN_PREFILL_LOAD:
         return bounds
     return bounds._replace(max_step_ms=min(bounds.max_step_ms, bounds.max_only_step_ms))

@@ -172,7 +172,6 @@ class CandidateTable:
     def overlaps_of(
         self, caches: KvIndexView, prompts: Sequence[NDArray[np.uint64]]
     ) -> BatchOverlap:
-        """The cached prefixes of prompts, by their local hashes."""
         each = self._depths(caches, prompts)
         return BatchOverlap(
             np.array([0, *accumulate([len(one.columns) for one in each])], np.int64),
@@ -273,7 +272,6 @@ class CandidateTable:
             column[rows] = shares.share(worker, now_ms)
 
     def update_batch_steps(self, runs: BatchRuns, mean_output_tokens: float) -> None:
-        """Set the delay that the batch runs of each place cause."""
         ranks: Iterable[WorkerRank] | None = None
         if runs is self._batch_runs:
             ranks = runs.changes.since(self._batch_changes)

@@ -76,8 +76,6 @@ def worker_number(worker: str) -> str:
 
 
 class CandidatePools:
-    """The pools of a fleet; remembers those it made."""
-
     def __init__(self, fleet: Fleet, silent: SilentWorkers, transfer_domain: str = "") -> None:
         """`silent`: those of the fleet that get no new work. `transfer_domain`: topology domain
         that a prefill worker must share with a decode worker; "" for none."""
@@ -100,7 +98,6 @@ class CandidatePools:
         return pool
 
     def _transfer_taints(self, model: str) -> set[str]:
-        """The taints of decode workers in the domain of transfers."""
         taints = (
             domain_taint(member.card.taints, self._transfer_domain)
             for member in self._fleet.members.values()
@@ -227,7 +224,6 @@ def filter_eligible(
 
 
 def _takes(pool: CandidatePool, request: Request) -> bool:
-    """Whether all places take a request's kind."""
     return len(pool.kinds) == 1 and request.kind in pool.kinds
 
 

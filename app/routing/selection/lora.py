@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 
 def can_serve(config: EngineConfig, adapter: str) -> bool:
-    """Whether an engine has an adapter, or would load it."""
     return adapter in (config.lora_names or ()) or bool(config.max_loras)
 
 

@@ -183,7 +183,6 @@ def _itl_ms(
 
 
 def part_of(phase: Phase) -> int:
-    """The part of a request that a phase is, as kernels take it."""
     return _PARTS[phase]
 
 
@@ -298,7 +297,6 @@ def options_for(
     state: RoutingState,
     prompt: PromptHashes,
 ) -> Candidates:
-    """The candidates for a phase of a request, at these rows of a pool."""
     table = refreshed_table(pool, state)
     if phase == "decode":  # the whole prompt comes from the prefill worker, with the cached part
         blocks = np.zeros((len(pool.rows), 3))

@@ -120,7 +120,6 @@ class BatchRuns:
         return list(self._by_rank)
 
     def on_worker(self, worker: str, epoch: int) -> int:
-        """How many runs an epoch of a worker has, over all ranks."""
         return self._by_worker[worker, epoch]
 
     def on_rank(self, rank: WorkerRank) -> Mapping[BatchRunKey, BatchRun]:

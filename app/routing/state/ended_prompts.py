@@ -88,8 +88,6 @@ class EndIds:
 
 
 class _LaneEnds:
-    """The prompts of one lane."""
-
     def __init__(self, kept_s: int) -> None:
         self.ids = EndIds(kept_s)
         self.until = NEVER

@@ -135,7 +135,6 @@ class RequestState(msgspec.Struct):
         return is_final
 
     def open_runs(self) -> list[RunId]:
-        """The runs that a worker may still be working on."""
         return [k for k, run in self.runs.items() if run.state in OPEN]
 
 

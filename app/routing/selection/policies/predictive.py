@@ -97,7 +97,6 @@ class Prediction(Scores, frozen=True, gc=False):
 def predict(
     features: RequestFeatures, options: Candidates, weights: PredictiveWeights
 ) -> Prediction:
-    """Predict the cost of a request at each option."""
     size = len(options.features)
     found, costs = np.empty((size, RESULTS)), np.empty(size)
     best, most, least_runs = cost_kernels.predict_costs(
@@ -136,8 +135,6 @@ LATER_TERM = "later requests, balance"
 
 
 class Predictive(Policy):
-    """Policy predictive."""
-
     name = "predictive"
     unit = "ms"
     summary = (
