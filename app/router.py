@@ -17,11 +17,10 @@ from functools import lru_cache, partial
 
 from kvlane.app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
 from kvlane.app.http.server.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
-from kvlane.app.lanes.capacity_reports import CapacityReporter
 from kvlane.app.lanes.context import LedgerListener, RouterContext
-from kvlane.app.lanes.ended_ids_writer import EndedIdsWriter
 from kvlane.app.lanes.failure_detector import FailureDetector
 from kvlane.app.lanes.owner import LaneOwner
+from kvlane.app.lanes.periodic_records import CapacityReporter, EndedIdsWriter
 from kvlane.app.lanes.shared_reads import SharedScanner
 from kvlane.app.metrics.router_metrics import DriftCollector
 from kvlane.app.routing.state.fleet import Fleet, WorkerRank

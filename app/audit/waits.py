@@ -1,6 +1,6 @@
 """The waits of requests for a worker, with their reasons, from the log alone.
 
-Routers report them on `capacity` (`app/lanes/capacity_reports.py`). What no router has read waits
+Routers report them on `capacity` (`app/lanes/periodic_records.py`). What no router has read waits
 in its lane. Ages are those of the broker's clock: the newest report is taken for now.
 """
 

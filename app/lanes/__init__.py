@@ -12,6 +12,6 @@ lane_backpressure.py   pause a lane whose topics take no appends
 handovers.py           the hand-overs from prefill to decode
 shared_reads.py        shared reads of the log: requests, emitted tokens, end offsets
 failure_detector.py    the failure detector of workers
-capacity_reports.py    reports of free capacity to preprocessors
+periodic_records.py    records of free capacity for preprocessors, and of ended prompts
 context.py             the state that all of these share
 """

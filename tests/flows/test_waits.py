@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvlane.app.audit.timeline import explain_request
 from kvlane.app.audit.waits import explain_wait, read_reports
 from kvlane.app.cli import app
-from kvlane.app.lanes import capacity_reports
+from kvlane.app.lanes import periodic_records
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import encode, pack_tokens
 from kvlane.streams.memory.memory_broker import MemoryBroker
@@ -136,7 +136,7 @@ async def test_lane_of_a_dead_router_has_no_owner(world: MemoryWorld) -> None:
 async def test_report_of_waits_is_bounded_and_has_the_longest(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity_reports, "MAX_REPORTED_WAITS", 2)
+    monkeypatch.setattr(periodic_records, "MAX_REPORTED_WAITS", 2)
     FakeWorker(world, state="draining")
     await start_router(world, no_worker_timeout_s=300)
     await world.sleep(5)

@@ -2,7 +2,7 @@
 
 A prompt is a copy if it was appended before the end of its id, or within the dedup window after it,
 and may wait in `batch` for a week. The owner of each lane appends ended ids to `ended-ids`
-(`app/lanes/ended_ids_writer.py`), and this view has those ids; later ones come from the ledger
+(`app/lanes/periodic_records.py`), and this view has those ids; later ones come from the ledger
 (`LedgerState`). An id takes 12 bytes. The only copies of a request over HTTP are repeated appends,
 whose ids the ledger has (`EndIds`). Two ids with one digest: among 10 million ids, a new one meets
 one in 10^12.

@@ -1,7 +1,9 @@
-"""Reports of a router's free capacity to preprocessors: the prompts that it has room for.
+"""Periodic records of a router: free capacity for preprocessors, and ids of ended prompts.
 
-A record after every change, a few a second at most, and again before the last one expires. Every
-ten seconds it also has the requests that wait, with their reasons, for operators.
+`capacity` gets a record of the prompts that the router has room for after every change, a few a
+second at most, and again before the last one expires; every ten seconds it also has the requests
+that wait, with their reasons, for operators. `ended-ids` gets a record a minute for each owned
+lane. Repeated ones do no harm; after a crash the next owner writes the missing ones, from its view.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from msgspec.structs import replace
 
 from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.owner import LaneOwner
-from kvlane.streams.errors import AppendFailed
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable
+from kvlane.streams.ports import Partition
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import ReportedWaits, RouterCapacity
-from kvlane.streams.topics import CAPACITY
+from kvlane.streams.topics import CAPACITY, ENDED_IDS, LEDGER
 
 log = logging.getLogger(__name__)
 
@@ -85,3 +88,38 @@ class CapacityReporter:
             bytes=room.bytes, batch_requests=max(0, batch_room),
             positions={lane: owner.claim.position for lane, owner in sorted(serving.items())},
         )  # fmt: skip
+
+
+SAVE_INTERVAL_S = 60.0
+APPEND_TIMEOUT_S = 10.0
+
+
+class EndedIdsWriter:
+    def __init__(self, context: RouterContext, owners: Mapping[int, LaneOwner]) -> None:
+        self._context = context
+        self._owners = owners
+
+    async def run(self) -> None:
+        clock = self._context.ctx.clock
+        while True:
+            for lane in [lane for lane, owner in self._owners.items() if owner.serving]:
+                await self._save(lane)
+            await clock.sleep(SAVE_INTERVAL_S)
+
+    async def _save(self, lane: int) -> None:
+        s = self._context
+        ended, position = s.ledger.ended_prompts, s.ledger.position(Partition(LEDGER, lane))
+        if position is None:
+            return
+        try:
+            if position < (saved := ended.saved_until(lane) or 0):
+                end = (await s.log.end_offsets(LEDGER, [lane]))[lane]
+                if end < saved:
+                    log.warning("lane %d: its ledger was made anew, or lost its end", lane)
+                    ended.restart(lane)
+            if (record := ended.unsaved(lane, position)) is None:
+                return
+            until = s.ctx.clock.now() + APPEND_TIMEOUT_S
+            await s.publisher.publish(ENDED_IDS, str(lane), record, 0, until=until)
+        except (AppendFailed, BrokerUnavailable) as e:  # the next record has these ids as well
+            log.warning("lane %d: ids of ended prompts are not written yet: %s", lane, e)
