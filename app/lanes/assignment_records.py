@@ -50,7 +50,7 @@ def assignment_record(
         responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
         budget_s=(rest.deadline_ms - now_ms) / 1000,
         taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
-        handoff_until_ms=handover_until_ms, taken_data=rest.emitted_data,
+        handoff_until_ms=handover_until_ms, taken_data_chars=rest.emitted_data_chars,
     )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ class Failover:
         rest = RemainingWork(
             replace(request, shown=None), attempt, state.origin, state.responses_from,
             state.deadline_ms, frozenset(state.failed_workers), shown.tokens, shown.chars,
-            shown.passthrough_count,
+            shown.data_chars,
             renewal_of(request, state.deadline_ms, self._context.settings),
         )  # fmt: skip
         # A worker parses the end of an answer with calls again.

@@ -28,10 +28,10 @@ class RemainingWork(NamedTuple):
     excluded: frozenset[str] = frozenset()
     """Workers on which it failed."""
     emitted: Sequence[int] = ()
-    """Token ids that readers have; `emitted_chars`: the length of their text; `emitted_data`: the
-    number of their items of `Chunk.data`."""
+    """Token ids that readers have; `emitted_chars`: the length of their text; `emitted_data_chars`:
+    of their `Chunk.data`."""
     emitted_chars: int = 0
-    emitted_data: int = 0
+    emitted_data_chars: int = 0
     renewal_ms: float = math.inf
     """Broker time at which its record is appended again, if it still waits."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.text.answer_parts import CHAR_BYTES, AnswerPart, JoinedParts
 from kvlane.streams.errors import AppendFailed, RecordTooLarge
 from kvlane.streams.ports import Appended
 from kvlane.streams.record_publisher import RecordPublisher
@@ -38,10 +39,8 @@ with it the engine's stream."""
 
 _CHUNK_BYTES = 400  # field names, numbers, usage, record overhead
 _TOKEN_BYTES = 11  # ten digits and a comma
-_CHAR_BYTES = 6  # an escaped control character; anything else is shorter
 _LOG_PROB_BYTES = 36  # an id, 18 digits, punctuation
 _COUNT_BYTES = 4  # the characters of a token: seldom more than two digits
-_ASIDE_BYTES = 20  # its position
 _encode = msgspec.json.Encoder().encode
 
 LogProbs = Sequence[Sequence[LogProb]]
@@ -66,7 +65,7 @@ class FinalChunk(NamedTuple):
         details = self.usage.details if self.usage is not None else None
         counts = len(_encode(details)) if details else 0
         stop = self.stop_reason if isinstance(self.stop_reason, str) else ""
-        return counts + _CHAR_BYTES * (len(stop) + len(self.invalid_reason))
+        return counts + CHAR_BYTES * (len(stop) + len(self.invalid_reason))
 
 
 class ChunkStream:
@@ -98,8 +97,7 @@ class ChunkStream:
         self._text = ""
         self._log_probs: list[tuple[LogProb, ...]] = []
         self._token_chars: list[int] = []
-        self._asides: list[PassthroughDelta] = []
-        self._aside_bytes = 0
+        self._data = JoinedParts()
         self._last: FinalChunk | None = None
         self._released = False
         self._room = asyncio.Event()
@@ -128,7 +126,7 @@ class ChunkStream:
         token_ids: Sequence[int],
         text: str,
         log_probs: LogProbs = (),
-        data: Sequence[PassthroughDelta] = (),
+        data: Sequence[AnswerPart | PassthroughDelta] = (),
         token_chars: Sequence[int] = (),
     ) -> None:
         """Send tokens and the text they complete, or text with its fields; waits while the stream
@@ -137,7 +135,7 @@ class ChunkStream:
         Raises StreamBroken if they will not be sent.
         """
         if data:
-            self._add_asides(data)
+            self._add_data(data)
         self._tokens += token_ids
         self._text += text
         if log_probs:
@@ -152,11 +150,11 @@ class ChunkStream:
             raise StreamBroken
 
     async def finish(
-        self, last: FinalChunk, text: str = "", data: Sequence[PassthroughDelta] = ()
+        self, last: FinalChunk, text: str = "", data: Sequence[AnswerPart | PassthroughDelta] = ()
     ) -> None:
         """Send the last Chunk and wait for its acknowledgement. Raises StreamBroken on failure."""
         if data:
-            self._add_asides(data)
+            self._add_data(data)
         self._text += text
         self._last = last
         if self._released:
@@ -186,7 +184,7 @@ class ChunkStream:
             stop_reason=last.stop_reason if last else None,
             log_probs=tuple(self._log_probs) or None,
             invalid=last.invalid_reason if last else "",
-            data=tuple(self._asides),
+            data=self._data.take(),
             model=self._model,
             invalid_status=last.invalid_status if last else 0,
             token_chars=tuple(self._token_chars),
@@ -201,9 +199,9 @@ class ChunkStream:
 
     def size_bytes(self) -> int:
         """An upper bound on the bytes of the next Chunk."""
-        fixed = _CHUNK_BYTES + _CHAR_BYTES * (len(self.request_id) + len(self._model))
-        content = _TOKEN_BYTES * len(self._tokens) + _CHAR_BYTES * len(self._text)
-        content += self._aside_bytes + (self._last.size_bytes() if self._last else 0)
+        fixed = _CHUNK_BYTES + CHAR_BYTES * (len(self.request_id) + len(self._model))
+        content = _TOKEN_BYTES * len(self._tokens) + CHAR_BYTES * len(self._text)
+        content += self._data.size_bytes + (self._last.size_bytes() if self._last else 0)
         if self._log_probs:
             content += _LOG_PROB_BYTES * sum(map(len, self._log_probs))
         content += _COUNT_BYTES * len(self._token_chars)
@@ -217,27 +215,28 @@ class ChunkStream:
 
     @property
     def _has_something(self) -> bool:
-        return bool(self._tokens or self._text or self._asides or self._last)
+        return bool(self._tokens or self._text or self._data or self._last)
 
     @property
     def _is_full(self) -> bool:
         if len(self._tokens) > MAX_PENDING_TOKENS:
             return True
-        return _CHAR_BYTES * len(self._text) + self._aside_bytes > MAX_PENDING_BYTES
+        return CHAR_BYTES * len(self._text) + self._data.size_bytes > MAX_PENDING_BYTES
 
-    def _add_asides(self, data: Sequence[PassthroughDelta]) -> None:
+    def _add_data(self, data: Iterable[AnswerPart | PassthroughDelta]) -> None:
         before = self._chars + len(self._text)
-        for aside in data:
-            self._asides.append(replace(aside, at=before + aside.at) if before else aside)
-            self._aside_bytes += _ASIDE_BYTES + len(_encode(aside))
+        for item in data:
+            if isinstance(item, AnswerPart):
+                self._data.add(item, before + item.at)
+            else:
+                self._data.add_item(replace(item, at=before + item.at) if before else item)
 
     def _clear(self) -> None:
         self._tokens.clear()
         self._text = ""
         self._log_probs.clear()
         self._token_chars.clear()
-        self._asides.clear()
-        self._aside_bytes = 0
+        self._data.take()
 
 
 _Batch = list[tuple[ChunkStream, Chunk]]

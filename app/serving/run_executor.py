@@ -457,11 +457,11 @@ class RunExecutor:
             )  # fmt: skip
         except ValueError as e:
             raise EngineError(str(e)) from e
-        read = (assignment.taken_chars, assignment.taken_data)
-        if taken and assignment.taken_data >= 0 and (text.chars, text.items) != read:
+        read = (assignment.taken_chars, assignment.taken_data_chars)
+        if taken and read[1] >= 0 and (text.chars, text.data_chars) != read:
             raise UnfitReplay(
-                f"the tokens of its answer give {text.chars} characters and {text.items} parts "
-                f"here, and its readers have {read[0]} and {read[1]}: the versions of its "
+                f"the tokens of its answer give {text.chars} characters and {text.data_chars} of "
+                f"data here, and its readers have {read[0]} and {read[1]}: the versions of its "
                 "workers differ"
             )
         return text

@@ -13,10 +13,17 @@ same forms of text; `auto` reads the form from the chat template.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
-from kvlane.app.text.answer_parts import AnswerPart, ContentParser, Emit, call_id
+from kvlane.app.text.answer_parts import (
+    AnswerPart,
+    ContentParser,
+    Emit,
+    arguments_part,
+    name_part,
+    reasoning_part,
+)
 from kvlane.app.text.harmony_parser import HARMONY_REASONING, HARMONY_TOOLS, HarmonyParser
 from kvlane.app.text.json_call import JsonCall, MalformedCall
 from kvlane.streams.request import AnswerParsing
@@ -119,6 +126,10 @@ class AnswerParser:
         """Whether the answer ends here, since it has as many calls as it may have."""
         return self._calls.is_full
 
+    def plain_part(self, text: str) -> AnswerPart | None:
+        """As `ContentParser.plain_part`: cheaper than `push`, and the usual case."""
+        return self._reasoning.plain_part(text)
+
     def push(self, text: str) -> list[AnswerPart]:
         self._reasoning.push(text)
         return self._take()
@@ -167,6 +178,15 @@ class HermesParser(ContentParser):
     def is_full(self) -> bool:  # type: ignore[override]
         return bool(self._max_calls) and self.calls >= self._max_calls and self._call is None
 
+    def plain_part(self, text: str) -> AnswerPart | None:
+        call = self._call
+        if call is None:
+            is_tagged = self.calls or self._held or self._awaits_end_tag or CALL[0] in text
+            return None if is_tagged else AnswerPart(text)
+        if not self._is_announced or not call.push_within_string(text):
+            return None
+        return arguments_part(self.calls, text)
+
     def push(self, text: str) -> None:
         while text and not (self._max_calls and self.is_full):
             text = self._push_content(text) if self._call is None else self._push_call(text)
@@ -182,8 +202,8 @@ class HermesParser(ContentParser):
 
     def _push_content(self, text: str) -> str:
         """Read content up to the next call; returns the text behind its tag."""
-        if not (self.calls or self._held or self._awaits_end_tag or CALL[0] in text):
-            self._emit(AnswerPart(text))
+        if (part := self.plain_part(text)) is not None:
+            self._emit(part)
             return ""
         text, self._held = self._held + text, ""
         if self._awaits_end_tag:
@@ -215,8 +235,8 @@ class HermesParser(ContentParser):
         """Read a call up to its end; returns the text behind it."""
         call = self._call
         assert call is not None
-        if call.name is not None and call.push_within_string(text):
-            self._emit_call(call)
+        if (part := self.plain_part(text)) is not None:
+            self._emit(part)
             return ""
         for place, char in enumerate(text):
             try:
@@ -237,14 +257,9 @@ class HermesParser(ContentParser):
             return
         if not self._is_announced:
             self._is_announced = True
-            function = {"name": call.name, "arguments": ""}
-            named = {"id": call_id(self._request_id, self.calls), "type": "function"}
-            self._emit_delta(named | {"function": function})
+            self._emit(name_part(self._request_id, self.calls, call.name))
         if arguments := call.take_arguments():
-            self._emit_delta({"function": {"arguments": arguments}})
-
-    def _emit_delta(self, fields: Mapping[str, Any]) -> None:
-        self._emit(AnswerPart(delta={"tool_calls": [{"index": self.calls} | dict(fields)]}))
+            self._emit(arguments_part(self.calls, arguments))
 
     def _end_call(self, call: JsonCall) -> None:
         if not call.is_valid:
@@ -291,6 +306,14 @@ class ReasoningParser:
         """Whether the next text belongs to the reasoning."""
         return self._state == "reasoning" or (self._state == "begin" and self._is_open)
 
+    def plain_part(self, text: str) -> AnswerPart | None:
+        """As `ContentParser.plain_part`."""
+        if self._state == "content":
+            return self._content.plain_part(text)
+        if self._state == "begin" or self._held or self._tags.end[0] in text:
+            return None
+        return reasoning_part(text) if text and self._shows else AnswerPart()
+
     def push(self, text: str) -> None:
         if self._held:
             text, self._held = self._held + text, ""
@@ -336,7 +359,7 @@ class ReasoningParser:
 
     def _emit_reasoning(self, text: str) -> None:
         if text and self._shows:
-            self._emit(AnswerPart(delta={"reasoning_content": text, "reasoning": text}))
+            self._emit(reasoning_part(text))
 
 
 class TagSplit(NamedTuple):

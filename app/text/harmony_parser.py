@@ -11,9 +11,16 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, Literal
+from typing import Literal
 
-from kvlane.app.text.answer_parts import AnswerPart, ContentParser, Emit, call_id
+from kvlane.app.text.answer_parts import (
+    AnswerPart,
+    ContentParser,
+    Emit,
+    arguments_part,
+    name_part,
+    reasoning_part,
+)
 from kvlane.app.text.json_call import is_object
 from kvlane.streams.request import AnswerParsing
 
@@ -42,7 +49,7 @@ class HarmonyParser(ContentParser):
         self._state: Literal["header", "content", "reasoning", "call"] = "header"
         self._held = ""
         """The header so far, or text that may begin the tag at the end of a message."""
-        self._arguments = ""
+        self._arguments: list[str] = []
         self.calls = 0
 
     @property
@@ -54,19 +61,20 @@ class HarmonyParser(ContentParser):
     def is_reasoning(self) -> bool:
         return self._state == "reasoning"
 
+    def plain_part(self, text: str) -> AnswerPart | None:
+        is_tagged = self._state == "header" or self._held or "<" in text
+        return None if is_tagged else self._body_part(text)
+
     def push(self, text: str) -> None:
-        if self._state != "header" and not self._held and "<" not in text:
-            return self._emit_body(text)
         text, self._held = self._held + text, ""
         while text and not self.is_full:
             text = self._push_header(text) if self._state == "header" else self._push_body(text)
-        return None
 
     def end(self) -> None:
         held, self._held = self._held, ""
         if self._state != "header":
-            self._emit_body(held)
-            if self._state != "call" or is_object(self._arguments):
+            self._emit(self._body_part(held))
+            if self._state != "call" or is_object("".join(self._arguments)):
                 self._end_message()
         elif held.strip() and not held.startswith("<|"):  # a header that is cut off is no text
             self._warn("its header has no end")
@@ -84,10 +92,8 @@ class HarmonyParser(ContentParser):
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._state = "content"
         if recipient and self._parsing.tools:
-            self._state, self._arguments = "call", ""
-            function = {"name": recipient[1], "arguments": ""}
-            named = {"id": call_id(self._request_id, self.calls), "type": "function"}
-            self._emit_call(named | {"function": function})
+            self._state, self._arguments = "call", []
+            self._emit(name_part(self._request_id, self.calls, recipient[1]))
         elif channel and channel[1] == "analysis" and self._parsing.reasoning:
             self._state = "reasoning"
         return rest
@@ -95,37 +101,31 @@ class HarmonyParser(ContentParser):
     def _push_body(self, text: str) -> str:
         """Read a message up to its end; returns the text behind it."""
         if end := _END.search(text):
-            self._emit_body(text[: end.start()])
+            self._emit(self._body_part(text[: end.start()]))
             self._end_message()
             return text[end.end() :]
         place = text.rfind("<")
         if place >= 0 and any(tag.startswith(text[place:]) for tag in _ENDS):
             text, self._held = text[:place], text[place:]
-        self._emit_body(text)
+        self._emit(self._body_part(text))
         return ""
 
-    def _emit_body(self, text: str) -> None:
-        if not text:
-            return
-        if self._state == "content":
-            self._emit(AnswerPart(text))
-        elif self._state == "call":
-            self._arguments += text
-            self._emit_call({"function": {"arguments": text}})
-        elif self._parsing.shows_reasoning:
-            self._emit(AnswerPart(delta={"reasoning_content": text, "reasoning": text}))
+    def _body_part(self, text: str) -> AnswerPart:
+        if not text or self._state == "content":
+            return AnswerPart(text)
+        if self._state == "call":
+            self._arguments.append(text)
+            return arguments_part(self.calls, text)
+        return reasoning_part(text) if self._parsing.shows_reasoning else AnswerPart()
 
     def _end_message(self) -> None:
         if self._state == "call":
             if not self._arguments:
-                self._emit_body("{}")
-            if not is_object(self._arguments):
+                self._emit(self._body_part("{}"))
+            if not is_object("".join(self._arguments)):
                 self._warn("its arguments are no JSON")
             self.calls += 1
         self._state = "header"
-
-    def _emit_call(self, fields: dict[str, Any]) -> None:
-        self._emit(AnswerPart(delta={"tool_calls": [{"index": self.calls} | fields]}))
 
     def _warn(self, reason: str) -> None:
         self.malformed_calls += 1

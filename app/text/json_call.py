@@ -40,7 +40,7 @@ class JsonCall:
         self._value = ""
         self._closers: list[str] = []
         self._in_string = self._is_escaped = False
-        self._whole_arguments = ""
+        self._whole_arguments: list[str] = []
         self._has_arguments = False
 
     def push(self, char: str) -> None:
@@ -55,12 +55,13 @@ class JsonCall:
             self._read_structure(char)
 
     def push_within_string(self, text: str) -> bool:
-        """Read a text at once if it lies within a string of the arguments; whether it does."""
+        """Read a text at once if it lies within a string of the arguments; whether it does. It is
+        an argument that needs not be taken."""
         if not self._in_string or self._is_escaped or self._key not in ARGUMENT_KEYS:
             return False
         if '"' in text or "\\" in text:
             return False
-        self._add_arguments(text)
+        self._whole_arguments.append(text)
         return True
 
     def take_arguments(self) -> str:
@@ -167,7 +168,7 @@ class JsonCall:
 
     def _add_arguments(self, text: str) -> None:
         self.arguments += text
-        self._whole_arguments += text
+        self._whole_arguments.append(text)
 
     def _end_value(self) -> None:
         self._has_arguments |= self._key in ARGUMENT_KEYS
@@ -179,7 +180,7 @@ class JsonCall:
         if not self._has_arguments:
             self._add_arguments("{}")
         self.is_complete = True
-        self.is_valid = is_object(self._whole_arguments)
+        self.is_valid = is_object("".join(self._whole_arguments))
         self._state = "end"
 
 

@@ -1,7 +1,7 @@
 """The parts of an answer: content, reasoning and tool calls, from the tokens of its engine.
 
-`ParsedStream` has the interface of `TextStream`, and adds the items of `Chunk.data`, a function of
-the tokens up to them.
+`ParsedStream` has the interface of `TextStream`, and adds the parts that become `Chunk.data`, a
+function of the tokens up to them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 from kvlane.app.text.answer_parsers import AnswerParser, CallsFactory
 from kvlane.app.text.answer_parts import AnswerPart
 from kvlane.app.text.stop_conditions import TextPiece, TextStream
-from kvlane.streams.records import FinishReason, PassthroughDelta
+from kvlane.streams.records import FinishReason
 from kvlane.streams.request import AnswerParsing
+from kvlane.streams.responses.transcript import data_chars
 
 
 class ParsedStream:
-    """The content and the items of data of one answer."""
+    """The content and the other parts of one answer."""
 
     def __init__(
         self, text: TextStream, parsing: AnswerParsing, request_id: str, taken: Sequence[int] = (),
@@ -31,12 +32,11 @@ class ParsedStream:
         self._parser = AnswerParser(parsing, request_id, engine_calls)
         self.chars = 0
         """Length of the content."""
-        self.items = 0
-        """Number of items of data."""
         self.reasoning_tokens = 0
         self.ended: TextPiece | None = None
         """As `TextStream.ended`."""
-        self.feed(taken)
+        self.data_chars = data_chars(part.delta or {} for part in self.feed(taken).data)
+        """Characters of the data of `taken`."""
         self._replayed = self._call_counts
 
     @property
@@ -59,21 +59,28 @@ class ParsedStream:
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Content and data of these tokens, and the end. After the end, only its reasons."""
-        text, parser, parts = self._text, self._parser, list[AnswerPart]()
-        before, is_reasoning = text.tokens, parser.is_reasoning
-        for token_id in token_ids:
-            if self.ended is not None:
-                break
-            parts += parser.push(text.feed((token_id,)).text)
+        if self.ended is not None:
+            return self.ended
+        text, parser = self._text, self._parser
+        texts = text.texts_of(token_ids)
+        if text.ended is None and (part := parser.plain_part("".join(texts))) is not None:
+            self.reasoning_tokens += len(texts) if parser.is_reasoning else 0
+            return self._piece((part,), len(texts))
+        parts, tokens, is_reasoning = list[AnswerPart](), 0, parser.is_reasoning
+        for tokens, each in enumerate(texts, 1):
+            parts += parser.push(each)
             was_reasoning, is_reasoning = is_reasoning, parser.is_reasoning
             self.reasoning_tokens += was_reasoning or is_reasoning
-            if text.ended is not None:
+            if text.ended is not None and tokens == len(texts):
                 parts += parser.end()
                 reason = text.ended.finish_reason or "stop"
                 self.ended = text.ended._replace(finish_reason=self.finish_reason(reason))
             elif parser.is_complete:
                 self.ended = TextPiece("", 0, "tool_calls")
-        piece = self._piece(parts, text.tokens - before)
+                break
+        if text.token_chars is not None:
+            del text.token_chars[len(text.token_chars) - len(texts) + tokens :]
+        piece = self._piece(parts, tokens)
         if self.ended is None:
             return piece
         return piece._replace(
@@ -99,11 +106,10 @@ class ParsedStream:
         return "tool_calls" if reason == "stop" and self._parser.calls else reason
 
     def _piece(self, parts: Iterable[AnswerPart], tokens: int) -> TextPiece:
-        content, data = "", list[PassthroughDelta]()
-        for text, delta in parts:
-            content += text
-            if delta is not None:
-                data.append(PassthroughDelta(at=len(content), delta=delta))
+        content, data = "", list[AnswerPart]()
+        for part in parts:
+            content += part.content
+            if part.delta is not None:
+                data.append(part._replace(at=len(content)) if content else part)
         self.chars += len(content)
-        self.items += len(data)
         return TextPiece(content, tokens, data=tuple(data))

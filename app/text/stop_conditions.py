@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from kvlane.app.text.answer_parts import AnswerPart
 from kvlane.app.text.detokenize import Detokenizer
-from kvlane.streams.records import FinishReason, PassthroughDelta
+from kvlane.streams.records import FinishReason
 from kvlane.streams.request import StopConditions
 
 
@@ -21,14 +22,14 @@ class TextPiece(NamedTuple):
     """Visible text of some tokens, and the number of tokens that count; the rest is dropped.
 
     `stop_reason`: the stop string or token id that ended the answer; None for an end of text.
-    `data`: parts besides the text, as in a Chunk, with places in this text.
+    `data`: parts besides the text, with places in this text.
     """
 
     text: str
     tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    data: tuple[PassthroughDelta, ...] = ()
+    data: tuple[AnswerPart, ...] = ()
 
 
 class TextStream:
@@ -41,8 +42,8 @@ class TextStream:
     character. With `include_stop` the last two are shown. Last comes `max_tokens`.
     """
 
-    items = 0
-    """Number of items of data: text alone has none."""
+    data_chars = 0
+    """Characters of the data of `taken`: text alone has none."""
     reasoning_tokens: int | None = None
     """Number of tokens of the reasoning; None where it is not separated."""
 
@@ -76,16 +77,21 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Visible text of these tokens, and the end. After the end, only its reasons."""
-        before, texts = self.tokens, []
+        texts = self.texts_of(token_ids)
+        text = "".join(texts)
+        if self.ended is None:
+            return TextPiece(text, len(texts))
+        return self.ended._replace(text=text, tokens=len(texts))
+
+    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        """As `feed`: the visible text of each token that counts."""
+        texts = []
         for token_id in token_ids:
             if self.ended is not None:
                 break
-            texts.append(self._step(token_id))
-        text = "".join(texts)
-        self.chars += len(text)
-        if self.ended is None:
-            return TextPiece(text, self.tokens - before)
-        return self.ended._replace(text=text, tokens=self.tokens - before)
+            texts.append(text := self._step(token_id))
+            self.chars += len(text)
+        return texts
 
     def feed_text(self, text: str) -> TextPiece:
         """As `feed`, of text without token ids, which counts as one token."""

@@ -17,7 +17,8 @@ WorkerState = Literal["ready", "draining", "unhealthy"]
 
 class Assignment(InternalRecord, frozen=True):
     """Run this. `taken`: tokens the reader has (u32, little endian), to continue from, with
-    `taken_chars` of text and `taken_data` items of `Chunk.data`; -1: their number is unknown.
+    `taken_chars` of text and `taken_data_chars` in the strings of `Chunk.data`; -1: unknown.
+    `taken_data`: only for earlier versions.
 
     `handoff_until_ms`: in phase decode, when the blocks of its prefill may be gone: past it the
     worker refuses the run; 0: never. With `Request.bootstrap_info`, in both phases, also the time
@@ -38,6 +39,7 @@ class Assignment(InternalRecord, frozen=True):
     taken_chars: int = 0
     handoff_until_ms: int = 0
     taken_data: int = -1
+    taken_data_chars: int = -1
 
 
 class CancelRun(InternalRecord, frozen=True):

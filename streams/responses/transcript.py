@@ -17,6 +17,9 @@ Chunk that would be shown, but cannot be decoded, ends the request (`apply_unrea
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from msgspec.structs import replace
 
 from kvlane.streams.records import Chunk, End, Fence, Usage
@@ -51,6 +54,7 @@ class Transcript:
         "_until",
         "attempt",
         "chars",
+        "data_chars",
         "end",
         "finish_reason",
         "gaps",
@@ -82,6 +86,8 @@ class Transcript:
         """Length of the shown text in Unicode code points."""
         self.passthrough_count = 0
         """Number of shown `PassthroughDelta` items, which are not text."""
+        self.data_chars = 0
+        """Characters of these items, the same for all divisions of them; 0 without `keep`."""
         self.finish_reason: str | None = None
         self.end: End | None = None
         self.is_over = False
@@ -136,6 +142,8 @@ class Transcript:
         if self._keep:
             self.tokens += chunk.token_ids
             self._parts.append(chunk.text)
+            if chunk.data:
+                self.data_chars += data_chars(item.delta for item in chunk.data)
         if chunk.usage is not None:
             self.usage = chunk.usage
 
@@ -199,6 +207,20 @@ class Transcript:
     def _finish(self) -> None:
         self.is_over = True
         self._next = None
+
+
+def data_chars(deltas: Iterable[Mapping[str, Any]]) -> int:
+    """Characters in the deltas of `Chunk.data`, however their texts are divided among them."""
+    count, values = 0, list[Any](deltas)
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+    return count
 
 
 class Position:

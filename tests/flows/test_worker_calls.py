@@ -32,7 +32,7 @@ async def test_calls_are_counted_where_they_end(world: MemoryWorld) -> None:
     harness = WorkerHarness(world)
     await harness.start()
     taken = pack_tokens([*CALL.encode()])
-    harness.assign(request=agent_request(), attempt=1, taken=taken, taken_data=-1)
+    harness.assign(request=agent_request(), attempt=1, taken=taken, taken_data=1)
     assert (await harness.wait_finished()).code == "stop"
     page = await harness.worker._metrics.page()
     assert counted(page, "tool_calls") == 1
@@ -47,7 +47,7 @@ async def test_tokens_that_give_other_parts_than_readers_have_are_counted(
     harness = WorkerHarness(world)
     await harness.start()
     taken = pack_tokens([*CALL.encode()])
-    harness.assign(request=agent_request(), attempt=1, taken=taken, taken_data=77)
+    harness.assign(request=agent_request(), attempt=1, taken=taken, taken_data_chars=77)
     finished = await harness.wait_finished()
     assert (finished.code, finished.retryable) == ("error", True)
     assert "versions of its workers differ" in finished.message

@@ -35,6 +35,7 @@ from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.records import PassthroughDelta
 from kvlane.streams.request import AnswerParsing, StopConditions
+from kvlane.streams.responses.transcript import data_chars
 
 OUTPUTS = 500 if "KVLANE_TEST_LONG" in os.environ else 100
 REASONED = 500 if "KVLANE_TEST_LONG" in os.environ else 40
@@ -164,7 +165,7 @@ def parts_of(
     single = begin()
     pieces = [*(single.feed([token]) for token in tokens), single.end()]
     content = "".join(piece.text for piece in pieces)
-    data = [dict(item.delta) for piece in pieces for item in piece.data]
+    data = [dict(item.delta or {}) for piece in pieces for item in piece.data]
 
     cut = rng.randrange(len(tokens) + 1)
     before = begin()
@@ -174,7 +175,8 @@ def parts_of(
         shown.append(before.feed(tokens[at : min(at + step, cut)]))
         at += step
     after = begin(tokens[:cut])
-    assert (after.chars, after.items) == (before.chars, before.items)
+    read = (item.delta or {} for piece in shown for item in piece.data)
+    assert (after.chars, after.data_chars) == (before.chars, data_chars(read))
     shown += [after.feed(tokens[cut:]), after.end()]
     assert "".join(piece.text for piece in shown) == content
     assert [item.delta for piece in shown for item in piece.data] == data

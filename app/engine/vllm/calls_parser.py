@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvlane.app.text.answer_parts import AnswerPart, ContentParser, Emit, call_id
+from kvlane.app.text.answer_parts import AnswerPart, ContentParser, Emit, arguments_part, name_part
 from kvlane.streams.request import AnswerParsing
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ class VllmCallsParser(ContentParser):
             raise ValueError(f"vLLM's tool parser {parsing.tools} does not fit: {e}") from e
         self._is_first = True
         self.calls = 0
+
+    def plain_part(self, text: str) -> AnswerPart | None:
+        return super().plain_part(text) if self._parser is None else None
 
     def push(self, text: str) -> None:
         if text:
@@ -67,13 +70,11 @@ class VllmCallsParser(ContentParser):
     def _emit_call(self, call: Any) -> None:
         name = call.function and call.function.name
         arguments = (call.function and call.function.arguments) or ""
-        fields: dict[str, Any] = {"index": call.index, "function": {"arguments": arguments}}
         if name:
             self.calls += 1
-            fields |= {"id": call_id(self._request_id, call.index), "type": "function"}
-            fields["function"] = {"name": name, "arguments": arguments}
-        if name or arguments:
-            self._emit(AnswerPart(delta={"tool_calls": [fields]}))
+            self._emit(name_part(self._request_id, call.index, name, arguments))
+        elif arguments:
+            self._emit(arguments_part(call.index, arguments))
 
 
 @functools.cache

@@ -196,16 +196,25 @@ class ChunkEncoder:
         begun.has_started = True
         piece = Chunk(id="", attempt=0, run="", seq=0, index=0, text=_TEXT)
         sample = chunk(header, begun, piece, index, with_usage=with_usage)
-        self._before, _, self._after = _encode(sample).rpartition(_encode(_TEXT))
+        self._is_chat = header.kind == "chat"
+        self._before, _, self._after = _encode(sample).rpartition(_encode(self._content(_TEXT)))
 
     def encode_text(self, text: str) -> bytes:
-        return self._before + _encode(text) + self._after
+        return self._before + _encode(self._content(text)) + self._after
+
+    def _content(self, text: str) -> str | JsonObject:
+        return {"content": text} if self._is_chat else text
 
     def encode(self, choice: Choice, piece: Chunk | End) -> bytes | None:
         """The chunk for a piece that was added to `choice`; None if there is nothing to send."""
-        plain = choice.has_started and choice.finish_reason is None and choice.passthrough is None
-        if plain and choice.logprobs("chat") is None and isinstance(piece, Chunk):
-            return self.encode_text(piece.text) if piece.text else None
+        is_between = choice.has_started and choice.finish_reason is None
+        if is_between and isinstance(piece, Chunk) and choice.logprobs("chat") is None:
+            passthrough = choice.passthrough
+            if passthrough is None:
+                return self.encode_text(piece.text) if piece.text else None
+            if self._is_chat and not (passthrough.choice or passthrough.event):
+                content: JsonObject = {"content": piece.text} if piece.text else {}
+                return self._before + _encode(content | passthrough.delta) + self._after
         fields = chunk(self._header, choice, piece, self._index, with_usage=self._with_usage)
         return None if fields is None else _encode(fields)
 

@@ -12,7 +12,7 @@ import msgspec
 from kvlane.app import worker
 from kvlane.app.http.openai import active_streams
 from kvlane.app.serving import chunk_writer, registration, run_executor, run_queue
-from kvlane.app.text import answer_parsers, parsed_stream
+from kvlane.app.text import answer_parts, parsed_stream
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.errors import AppendFailed
 from kvlane.streams.ports import Appended, Partition
@@ -30,7 +30,7 @@ def finished_before_the_last_ack() -> Iterator[Replacement]:
         self: Any, last: chunk_writer.FinalChunk, text: str = "", data: Sequence[Any] = ()
     ) -> None:
         if data:
-            self._add_asides(data)
+            self._add_data(data)
         self._text += text
         self._last = last
         self.sent_off = True
@@ -140,7 +140,7 @@ def ids_of_calls_are_drawn() -> Iterator[Replacement]:
     def draw(_request_id: str, _number: int) -> str:
         return f"call_{next(numbers)}"
 
-    yield answer_parsers, "call_id", draw
+    yield answer_parts, "call_id", draw
 
 
 def replay_drops_a_delta() -> Iterator[Replacement]:
@@ -166,7 +166,7 @@ def replay_shows_its_data_again() -> Iterator[Replacement]:
         is_replay = not hasattr(self, "replayed")
         piece = feed(self, token_ids)
         if is_replay:
-            self.replayed = tuple(msgspec.structs.replace(d, at=0) for d in piece.data)
+            self.replayed = tuple(d._replace(at=0) for d in piece.data)
             return piece
         again, self.replayed = self.replayed, ()
         return piece._replace(data=(*again, *piece.data))

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
 
 from kvlane.app.engine.echo import echo_answer
+from kvlane.app.http.openai.passthrough_fields import JsonObject, merge_fields
 from kvlane.app.lanes.failover import MAX_STALLS
 from kvlane.app.preprocess.models.byte_model import ByteModel
 from kvlane.app.routing.state.request_state import NOT_COUNTED_AS_FAILURE
+from kvlane.app.text.answer_parts import AnswerPart
 from kvlane.app.text.byte_level import ByteDetokenizer
 from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.streams.codecs import AnyRecord, decode, unpack_tokens
@@ -32,6 +33,7 @@ from kvlane.streams.records import (
     Fence,
     Fencing,
     Finished,
+    PassthroughDelta,
     RequestOffset,
     Started,
 )
@@ -50,7 +52,7 @@ MAX_LATE_S = 10.0
 
 def stream_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
     """Violations, as texts."""
-    asides: dict[str, list[Any]] = defaultdict(list)
+    asides: dict[str, list[PassthroughDelta]] = defaultdict(list)
     shown = shown_streams(world, asides)
     causes = _Causes(world)
     dead_letters = {r.key for p in range(4) for r in world.broker.records(DEAD_LETTERS, p)}
@@ -67,7 +69,7 @@ def stream_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
 
 
 def shown_streams(
-    world: SimulatedWorld, asides: dict[str, list[Any]] | None = None
+    world: SimulatedWorld, asides: dict[str, list[PassthroughDelta]] | None = None
 ) -> dict[str, Transcript]:
     """By request, its stream as readers have seen it. `asides` gets the parts of `Chunk.data`."""
     shown: dict[str, Transcript] = defaultdict(Transcript)
@@ -76,7 +78,7 @@ def shown_streams(
             if isinstance(record := decode_or_none(raw), Chunk | Fence | End):
                 piece = shown[record.id].apply(record)
                 if asides is not None and isinstance(piece, Chunk) and piece.data:
-                    asides[record.id] += [data.delta for data in piece.data]
+                    asides[record.id] += piece.data
     return shown
 
 
@@ -121,7 +123,7 @@ def _called(world: SimulatedWorld, clients: Clients) -> dict[str, ExpectedReques
 
 
 def _misread(
-    question: ExpectedRequest, seen: Transcript, asides: list[Any], causes: _Causes
+    question: ExpectedRequest, seen: Transcript, asides: list[PassthroughDelta], causes: _Causes
 ) -> Iterator[str]:
     request_id = question.request.id
     if not seen.is_over:
@@ -138,8 +140,9 @@ def _misread(
         expected = question.expected_tokens
         yield f"wrong: {request_id} ({code}) shows {seen.tokens}, expected {expected}"
     elif question.request.parsing is not None:
-        if (seen.text, asides) not in _parts(question.request, seen, is_whole=whole):
-            yield f"parts: {request_id} ({code}) shows {seen.text!r} and {asides}"
+        shown = (seen.text, _merged(asides))
+        if shown not in _parts(question.request, seen, is_whole=whole):
+            yield f"parts: {request_id} ({code}) shows {shown}"
     elif seen.text not in _texts(seen):
         yield f"text: {request_id} ({code}) shows {seen.text!r} for {seen.tokens}"
     elif whole and (code == "length") != (question.request.stop.max_tokens is not None):
@@ -196,14 +199,23 @@ def _texts(seen: Transcript) -> tuple[str, ...]:
 
 def _parts(
     request: Request, seen: Transcript, *, is_whole: bool
-) -> tuple[tuple[str, list[Any]], ...]:
+) -> tuple[tuple[str, dict[int, JsonObject]], ...]:
     """The possible content and asides of the tokens shown; an end may drop parts that are held."""
     assert request.parsing is not None
     stream = ParsedStream(ByteModel().text_stream(request), request.parsing, request.id)
     piece, end = stream.feed(seen.tokens), stream.end()
-    visible = (piece.text, [data.delta for data in piece.data])
-    whole = (piece.text + end.text, visible[1] + [data.delta for data in end.data])
+    rest = [part._replace(at=len(piece.text) + part.at) for part in end.data]
+    visible = (piece.text, _merged(piece.data))
+    whole = (piece.text + end.text, _merged([*piece.data, *rest]))
     return (whole,) if is_whole else (visible, whole)
+
+
+def _merged(data: Iterable[PassthroughDelta | AnswerPart]) -> dict[int, JsonObject]:
+    """By their place in the text, the deltas in one: Chunks divide them by steps."""
+    places: dict[int, list[JsonObject]] = defaultdict(list)
+    for item in data:
+        places[item.at].append(item.delta or {})
+    return {at: merge_fields(*deltas) for at, deltas in places.items()}
 
 
 def _misrouted(world: SimulatedWorld, questions: dict[str, ExpectedRequest]) -> Iterator[str]:

@@ -16,11 +16,13 @@ from kvlane.app.serving.chunk_writer import (
     FinalChunk,
     StreamBroken,
 )
+from kvlane.app.text.answer_parts import AnswerPart, arguments_part, name_part, reasoning_part
 from kvlane.streams.codecs import AnyRecord, encode
 from kvlane.streams.errors import AccessDenied, AppendFailed, RecordTooLarge
 from kvlane.streams.ports import Appended
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Chunk, PassthroughDelta, Usage
+from kvlane.streams.responses.transcript import data_chars
 from kvlane.streams.topics import lane_of
 
 WIDE_TOKENS = [2**32 - 1] * 500
@@ -158,6 +160,31 @@ async def test_other_fields_keep_their_positions_in_the_text() -> None:
     assert "".join(chunk.text for chunk in chunks) == "abcd"
     asides = [(a.at, a.delta or a.choice) for chunk in chunks for a in chunk.data]
     assert asides == [(0, {"n": 1}), (2, {"n": 2}), (4, {"n": 3})]
+
+
+async def test_adjacent_data_of_one_kind_is_one_item_of_a_chunk() -> None:
+    sent, ctx = Sent(), ProcessContext("t")
+    stream = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1).open(
+        "a", 0, "1", index=0, chars=0
+    )
+    parts = [
+        *(reasoning_part("a"), reasoning_part("b"), AnswerPart("text"), reasoning_part("c")),
+        *(name_part("a", 0, "f"), arguments_part(0, "{"), arguments_part(0, "}")),
+        *(arguments_part(1, "["), AnswerPart(delta={"n": 1}), AnswerPart(delta={"n": 1})),
+    ]
+    for part in parts:
+        await stream.push([1], part.content, data=() if part.delta is None else [part])
+    stream.release()
+    await stream.finish(FinalChunk("stop", None))
+    (chunk,) = (chunk for batch in sent.batches for chunk in batch if chunk.data)
+    joined = [parts[4], arguments_part(0, "{}"), *parts[7:]]
+    whole = [(0, reasoning_part("ab").delta), (4, reasoning_part("c").delta)]
+    assert [(item.at, item.delta) for item in chunk.data] == [
+        *whole,
+        *((4, part.delta) for part in joined),
+    ]
+    chars = data_chars(part.delta or {} for part in parts)
+    assert data_chars(item.delta for item in chunk.data) == chars
 
 
 async def test_waiting_output_is_also_bounded_in_bytes() -> None:

@@ -27,6 +27,7 @@ from kvlane.app.text.stop_conditions import TextPiece
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.records import ModelCard, PassthroughDelta
 from kvlane.streams.request import AnswerParsing, Request, StopConditions
+from kvlane.streams.responses.transcript import data_chars
 
 BOTH = AnswerParsing(tools="hermes", reasoning="qwen3")
 TOOLS = AnswerParsing(tools="hermes")
@@ -71,7 +72,8 @@ def parsed(
     run = first
     if fence:
         run = stream(parsing, tokens[:fence], **stop)
-        assert (run.chars, run.items) == (first.chars, first.items)
+        deltas = (part.delta or {} for piece in pieces for part in piece.data)
+        assert (run.chars, run.data_chars) == (first.chars, data_chars(deltas))
         pieces += fed(run, tokens[fence:], lengths)
     pieces.append(run.end())
     for piece in pieces:
@@ -82,8 +84,7 @@ def parsed(
         parts.append(("content", piece.text[at:]))
     content = "".join(piece.text for piece in pieces)
     assert run.chars == len(content)
-    data: list[PassthroughDelta] = [item for piece in pieces for item in piece.data]
-    assert run.items == len(data)
+    data = [PassthroughDelta(delta=part.delta or {}) for piece in pieces for part in piece.data]
     ended = run.ended.finish_reason if run.ended is not None else run.finish_reason("stop")
     return Answer(content, to_message(merge_deltas(*data).delta), joined(parts), ended)
 
@@ -99,14 +100,27 @@ def fed(run: ParsedStream, tokens: Sequence[int], lengths: Iterator[int]) -> lis
 
 
 def joined(parts: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    """Parts without empty content, and with adjacent content in one."""
+    """Content, reasoning, names of calls and arguments in their order, each as long as possible."""
     whole: list[tuple[str, Any]] = []
     for kind, value in parts:
-        if kind == "content" and whole and whole[-1][0] == "content":
-            whole[-1] = ("content", whole[-1][1] + value)
-        elif value:
-            whole.append((kind, value))
-    return tuple((kind, value if kind == "content" else json.dumps(value)) for kind, value in whole)
+        named, text = (kind, value) if kind == "content" else text_of(value)
+        if whole and whole[-1][0] == named:
+            whole[-1] = (named, whole[-1][1] + text)
+        elif text:
+            whole.append((named, text))
+    return tuple(whole)
+
+
+def text_of(delta: dict[str, Any]) -> tuple[str, str]:
+    """What a delta extends, and its text."""
+    if "reasoning" in delta:
+        assert delta["reasoning"] == delta["reasoning_content"]
+        return "reasoning", delta["reasoning"]
+    (call,) = delta["tool_calls"]
+    arguments, name = call["function"]["arguments"], call["function"].get("name")
+    if name is None:
+        assert call == {"index": call["index"], "function": {"arguments": arguments}}
+    return f"{call['index']} {name} {call.get('id')}", arguments if name is None else name
 
 
 # --- tool calls ---
@@ -120,11 +134,9 @@ def test_call_is_separated_from_the_content() -> None:
 
 
 def test_name_comes_before_the_arguments_in_pieces() -> None:
-    deltas = [
-        json.loads(value)["tool_calls"][0]
-        for kind, value in parsed(TOOLS, CALL).parts
-        if kind == "delta"
-    ]
+    pieces = fed(stream(TOOLS), list(CALL.encode()), iter(()))
+    parts = [part.delta or {} for piece in pieces for part in piece.data]
+    deltas = [delta["tool_calls"][0] for delta in parts]
     assert deltas[0]["function"] == {"name": "weather", "arguments": ""}
     assert (deltas[0]["type"], deltas[0]["index"]) == ("function", 0)
     assert len(deltas) > 5
@@ -214,6 +226,25 @@ def test_token_limit_within_a_call_is_the_finish_reason() -> None:
     answer = parsed(TOOLS, CALL, max_tokens=len(CALL) - 30)
     assert answer.finish_reason == "length"
     assert answer.calls[0][0] == "weather"
+
+
+def test_text_between_tags_is_one_item_of_a_step() -> None:
+    run = stream(BOTH)
+    tokens = list(f"<think>some thoughts</think>{CALL}".encode())
+    run.feed(tokens[:8])
+    assert len(run.feed(tokens[8:16]).data) == 1
+    assert run.reasoning_tokens == len(">some thou")
+    run.feed(tokens[16 : tokens.index(ord("K"))])
+    assert len(run.feed(tokens[tokens.index(ord("K")) :][:3]).data) == 1
+
+
+def test_answer_with_all_its_calls_drops_the_rest_of_its_step() -> None:
+    run = stream(_with(TOOLS, max_calls=1))
+    run.token_chars = []
+    piece = run.feed(list(f"{CALL}more".encode()))
+    assert piece.finish_reason == "tool_calls"
+    assert piece.tokens == len(run.token_chars) < len(CALL.encode())
+    assert run.feed([1]).tokens == 0
 
 
 def test_call_ids_are_the_same_in_every_run() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlane.streams.records import Chunk, End, Fence, Usage
+from kvlane.streams.records import Chunk, End, Fence, PassthroughDelta, Usage
 from kvlane.streams.responses.transcript import Transcript
 
 Line = Chunk | Fence | End
@@ -337,3 +337,17 @@ def test_every_skipped_chunk_is_counted() -> None:
     ]
     transcript = read(log)
     assert (transcript.skipped_chunks, transcript.gaps) == (5, 1)
+
+
+def test_characters_of_data_do_not_depend_on_its_division() -> None:
+    def item(text: str, **more: Any) -> PassthroughDelta:
+        call = {"index": 0, "function": {"arguments": text, **more}}
+        return PassthroughDelta(delta={"tool_calls": [call], "reasoning": text * 2})
+
+    shown = []
+    for division in (("a", "bc", "", "d"), ("abcd",), ("ab", "cd")):
+        transcript = Transcript("r")
+        data = (item(division[0], name="f"), *map(item, division[1:]))
+        transcript.apply(Chunk(id="r", attempt=0, run="1", seq=0, index=0, data=data))
+        shown.append((transcript.data_chars, transcript.passthrough_count))
+    assert shown == [(13, 4), (13, 1), (13, 2)]
