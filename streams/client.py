@@ -1,9 +1,7 @@
 """The client library: publish requests and read replies over Kafka (`Client` has an example).
 
-A client publishes to `prompts` and reads `responses`; it needs no rights on any other topic. All
-readers get the same reply (`streams/responses/transcript.py`), whatever failed meanwhile. There is
-no durable state: any client continues with the request id alone while the log has the records. It
-reads only lanes in use, and never closes the log that it was given.
+A client publishes to `prompts` and reads `responses`, and needs no rights on any other topic. It
+has no durable state: any client continues with the request id alone while the log has the records.
 """
 
 from __future__ import annotations
@@ -41,12 +39,10 @@ dropped: streaming one of those reads its lane again, so nothing is lost."""
 class ReplyResult(NamedTuple):
     """A reply that is over: whole if `error` is None, else as far as it came.
 
-    `finish_reason`: "stop", "length" or "cancelled"; "error" if its engine failed or refused it;
-    "tool_calls" with parsed calls; of attached servers also "content_filter" or "function_call";
-    None if a router ended it with an error. `code`: that of the router's `End`, also "stop" or
-    "length" if it wrote the end of a whole answer; None if the worker did. `message`: of that end,
-    or the reason of a refusal by the engine. `placed`: the result of a dry run. `data`: output that
-    is not text, see `Chunk`.
+    `finish_reason`: "stop", "length", "cancelled", "error" (its engine failed or refused),
+    "tool_calls"; of attached servers also "content_filter", "function_call"; None: ended by a
+    router, with `code`. `message`: of that end, or of the engine's refusal. `placed`: the result of
+    a dry run. `data`: see `Chunk`.
     """
 
     text: str
@@ -136,12 +132,9 @@ class Client:
     ) -> str:
         """Publish a prompt; returns its id once acknowledged.
 
-        `subscribe`: subscribe to the reply now, so that `stream` has it at once. False for a client
-        that will not stream it, or an id that may have been published before: `stream` then reads
-        the whole log.
-
-        Raises AppendFailed or BrokerUnavailable past the time-out (the prompt may be in the log;
-        publishing it again is harmless), RecordTooLarge, and the reader's error.
+        `subscribe`: `stream` has the reply at once. False for a client that will not stream it, or
+        an id that may have been published before. Raises AppendFailed or BrokerUnavailable past the
+        time-out (the prompt may be in the log; publishing it again is harmless), RecordTooLarge.
         """
         deadline = self._clock.now() + timeout_s
         if subscribe:  # first, so that no part of the reply can be missed
@@ -159,11 +152,7 @@ class Client:
         service_class: ServiceClass = "interactive",
     ) -> None:
         """Cancel a request; its stream ends with `cancelled`, unless it ends otherwise first.
-
-        The cancel goes through `prompts`, and for a batch prompt through `batch`, under the key of
-        the request, so it cannot overtake the prompt. Raises AppendFailed past the time-out: cancel
-        again.
-        """
+        Behind its prompt in the same topic. Raises AppendFailed past the time-out: cancel again."""
         entry = encode_prompt(Prompt(id=request_id, kind="cancel"))
         until = self._clock.now() + timeout_s
         for topic in (PROMPTS, BATCH) if service_class == "batch" else (PROMPTS,):
@@ -172,17 +161,14 @@ class Client:
     async def stream(
         self, request_id: str, *, from_token: int = 0, timeout_s: float = STREAM_TIMEOUT_S
     ) -> AsyncGenerator[Chunk | End, None]:
-        """The visible pieces of a request's reply; the last has a finish reason or is an End.
+        """The visible pieces of a request's reply, of any client; the last has a finish reason or
+        is an End.
 
-        Any client may have published the request, now or before. `from_token`: leave out the part
-        before it; the end of the last received piece is `index + len(token_ids)`, and a position
-        within a piece gives all of that piece. In pieces without token ids each character and each
-        item of `data` counts instead (`streams/responses/transcript.py`). Leave the loop to stop
-        early; a later call reads again.
-
-        Raises TimeoutError if the end does not come in time (stream again); PositionLost if the
-        beginning is no longer in the log, or the id is too old to begin; NotFound for such an id if
-        the log has lost no records; NewerRecord, BrokerUnavailable, LogClosed.
+        `from_token`: leave out the part before it, `index + len(token_ids)` of the last received
+        piece; for other pieces see `Position` (`streams/responses/transcript.py`). Leave the loop
+        to stop early. Raises TimeoutError if the end does not come in time (stream again);
+        PositionLost if the beginning is no longer in the log; NotFound if there was none;
+        NewerRecord, BrokerUnavailable, LogClosed.
         """
         deadline = self._clock.now() + timeout_s
         reply = await self._claim(request_id, deadline, from_token)
@@ -252,10 +238,8 @@ class Client:
             replies.detach(self._unclaimed.pop(next(iter(self._unclaimed))))
 
     async def _claim(self, request_id: str, deadline: float, from_token: int) -> Reply:
-        """The subscribed reply of a published request, or a new one from the log.
-
-        The buffered pieces of a subscribed one may be merged over the position to resume from.
-        """
+        """The subscribed reply of a published request, or a new one from the log. Buffered pieces
+        of a subscribed one may be merged over the position to resume from."""
         replies = self._listening()
         if (reply := self._unclaimed.pop(request_id, None)) is not None:
             if not from_token:

@@ -46,20 +46,17 @@ class SystemClock:
 
 
 WINDOW_S = 60
-"""Length of the two windows whose records count. Long enough to contain a record that was read
-without delay, also at low traffic; short enough to bound clock drift (100 ppm: 12 ms in two
-windows)."""
+"""Length of the two windows whose records count: long enough for a record read without delay at low
+traffic, short enough to bound clock drift."""
 
 
 class BrokerClock:
     """An estimate of the broker's append time, in milliseconds, from the records that were read.
 
     Deadlines and ages are in broker time, the one clock that all processes share. A record with
-    append time t, read at local time m, shows that its broker's clock had reached t; the local
-    clock extrapolates from there. The estimate is the latest time shown by records of the last one
-    to two windows, or by older ones while there are none. It lags by at most the delay of the
-    freshest record, leads by at most the difference between brokers' clocks plus the drift of a
-    window, and may go back by as much when a record leaves the window.
+    append time t, read at local time m, shows that its broker's clock had reached t. The estimate
+    is the latest time that records of the last one to two windows show, else older ones. It lags by
+    at most the delay of the freshest record, and may go back when a record leaves the window.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -1,11 +1,9 @@
 """The wire format of records, and that of content in numbered parts: encoding and decoding.
 
-The header `t` decides the type. Golden bytes of every type are in
-`tests/harness/golden_records.py`; they may gain fields, never change meaning.
-
-An undecodable record is `Malformed` and skipped, as is an unknown type. A later version that must
-not be skipped has the header `r`: the least record version, in decimals, that a reader must have. A
-reader below it refuses the record (`NewerRecord`). Records of this version bear no mark.
+The header `t` decides the type; golden bytes of every type are in
+`tests/harness/golden_records.py`. An undecodable record is `Malformed` and skipped, as is an
+unknown type. One that must not be skipped has the header `r`, the least record version of a reader,
+in decimals: others refuse it (`NewerRecord`).
 """
 
 from __future__ import annotations
@@ -101,11 +99,8 @@ def encode(record: AnyRecord, key: str) -> Entry:
 
 
 def decode(record: Record) -> AnyRecord:
-    """The record in a log entry.
-
-    Raises NewerRecord for a record that is marked for newer readers, UnknownType for a type that
-    this version lacks, Malformed for anything else.
-    """
+    """The record in a log entry. Raises NewerRecord if it is marked for newer readers, UnknownType,
+    Malformed."""
     headers = record.headers
     if len(headers) > 1:  # kvlane's have one, tombstones two
         _check_version(headers)

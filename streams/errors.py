@@ -30,11 +30,8 @@ MAX_NAME_CHARS = 100
 
 
 class CorrectableError(Exception):
-    """An error that an operator can correct.
-
-    `correction`: one or two sentences, of the class or of the error; "" where the message is
-    enough.
-    """
+    """An error that an operator can correct. `correction`: one or two sentences, of the class or of
+    the error."""
 
     correction: str = ""
 
@@ -91,10 +88,8 @@ class Malformed(RecordError):
 
 
 class UnknownType(Malformed):
-    """A record type that this version lacks. Readers skip it, like any malformed record.
-
-    The writer marks records that readers must not skip (`NewerRecord`).
-    """
+    """A record type that this version lacks, skipped like any malformed record (see
+    `NewerRecord`)."""
 
     def __init__(self, type_name: str) -> None:
         super().__init__(f"unknown record type {type_name[:MAX_NAME_CHARS]!r}")
@@ -102,10 +97,8 @@ class UnknownType(Malformed):
 
 
 class NewerRecord(RecordError):
-    """A record whose writer requires readers of a newer version (`streams/codecs.py`).
-
-    A state without it would be wrong: upgrade, or skip the record (`kvlane topics skip`).
-    """
+    """A record for readers of a newer version (`streams/codecs.py`): upgrade, or skip it (`kvlane
+    topics skip`)."""
 
     def __init__(self, required: int, version: int, place: str = "") -> None:
         at = f"the record at {place}" if place else "a record"

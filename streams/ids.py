@@ -1,8 +1,5 @@
-"""Request ids: UUIDs of version 7, whose creation time bounds every search for their records.
-
-Ids of other forms cost a longer search. Ids of gateways end with a tenant tag of eight hex digits,
-by which any gateway verifies the tenant of a request; its secret also makes the cache salts.
-"""
+"""Request ids: UUIDs of version 7, whose creation time bounds every search for their records. Ids
+of gateways end with a tenant tag, by which any gateway verifies the tenant of a request."""
 
 from __future__ import annotations
 
@@ -45,11 +42,8 @@ class RequestIds:
 
 
 class TenantTag:
-    """Binds ids to tenants: TAG_CHARS hex digits of HMAC-SHA256(secret, tenant, UUID).
-
-    Equal for all gateways with the same secret. A guess succeeds once in four billion times, and
-    gives access to one stream whose UUID must be known.
-    """
+    """Binds ids to tenants: TAG_CHARS hex digits of HMAC-SHA256(secret, tenant, UUID). Equal for
+    all gateways with the same secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret

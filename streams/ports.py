@@ -110,11 +110,8 @@ class Reader(Protocol):
     def assign(
         self, positions: Mapping[Partition, int], keys: Container[bytes | None] | None = None
     ) -> None:
-        """Read exactly these partitions, each from the given offset on.
-
-        With `keys`, records with other keys are skipped, at a fraction of the cost; a poll may then
-        return nothing at once. Keys that are added between two polls apply from `position` on.
-        """
+        """Read exactly these partitions, each from the given offset on; with `keys` only records
+        with one of them. Keys added between two polls apply from `position` on."""
 
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
         """The next records; empty after `timeout_s` without any, also during an outage. Raises
@@ -124,30 +121,21 @@ class Reader(Protocol):
         """Change `gather_s` of `Log.reader` from the next request on."""
 
     def position(self, partition: Partition) -> int:
-        """Every record below this offset was returned by a poll, or is known to be gone.
-
-        Compaction and retention leave gaps, also at the end of a log. A poll that finds nothing
-        left in a partition moves its position to the end, whatever other partitions return, so that
-        waiting for an end offset terminates.
-        """
+        """Every record below this offset was returned by a poll, or is known to be gone. A poll
+        that finds nothing left in a partition moves it to the end, so that a wait for an end offset
+        terminates."""
 
     async def close(self) -> None:
         """Stop reading; idempotent."""
 
 
 class RebalanceListener(Protocol):
-    """The listener for changes of the partitions that a member owns, called on the event loop.
-
-    After `revoked` no poll returns records of those partitions until they are `assigned` again, and
-    then from the committed offset on.
-    """
+    """The listener for changes of owned partitions, on the event loop. After `revoked` no poll
+    returns their records until they are `assigned` again, then from the committed offset on."""
 
     def assigned(self, starts: Mapping[int, int]) -> None:
-        """These partitions are owned from now on; each is read from its offset after
-        `Member.resume`.
-
-        Without partitions: the group has more members than partitions.
-        """
+        """These partitions are owned, each read from its offset after `Member.resume`. None: the
+        group has more members than partitions."""
 
     def revoked(self, partitions: frozenset[int]) -> None:
         """These partitions are no longer owned; unfinished records go to another member."""
@@ -163,17 +151,14 @@ class Member(Protocol):
         """Start reading an owned partition. Ignored when it is not owned (any more)."""
 
     def pause(self, partition: int, position: int | None = None) -> None:
-        """Stop reading an owned partition until `resume`, which continues at `position` or where it
-        was.
-
-        `position`: at or below the current one. Ownership is kept by calls of `poll`. Ignored for a
-        partition that is not owned or not being read.
-        """
+        """Stop reading an owned partition until `resume`, which continues at `position` (at or
+        below the current one) or where it was. `poll` keeps the ownership. Ignored for other
+        partitions."""
 
     def end_of_gap(self, partition: int, position: int) -> int:
-        """The offset up to which no record follows `position`, as far as was read: transactions
-        leave markers in the log, and aborted ones their records. `position` itself if polls have
-        returned records behind it, or if the partition is not owned (any more)."""
+        """The offset up to which no record follows `position`, since transactions leave gaps.
+        `position` itself if polls have returned records behind it, or the partition is not
+        owned."""
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets by partition. Raises OwnershipLost if the group has rebalanced,
@@ -187,19 +172,12 @@ class TransactionalWriter(Protocol):
     """The only writer of its name: opening one ends all others of that name, in any process."""
 
     async def open(self) -> None:
-        """Take over the name; `write` works from then on. May be called again, after an error of
-        `write`.
-
-        When it returns, every transaction of an earlier writer has ended: its records are visible,
-        or never will be. Raises BrokerUnavailable.
-        """
+        """Take over the name, again after an error of `write`. When it returns, every transaction
+        of an earlier writer has ended. Raises BrokerUnavailable."""
 
     async def write(self, entries: Sequence[TopicEntry]) -> None:
-        """Append all entries, or none.
-
-        Raises OwnershipLost or RecordTooLarge: nothing was appended; AppendFailed: `open` decides
-        whether all or none are in the log. After each of these errors call `open`.
-        """
+        """Append all entries, or none. Raises OwnershipLost or RecordTooLarge: nothing was
+        appended; AppendFailed: `open` decides. After each of these errors call `open`."""
 
     async def close(self) -> None:
         """Disconnect; idempotent. A transaction that is not over is aborted."""
@@ -219,37 +197,26 @@ class Log(Protocol):
         """How many partitions a topic has. Raises TopicMismatch when it does not exist."""
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
-        """Append one record and wait for its acknowledgement by all in-sync replicas.
-
-        Without `partition` the key decides (murmur2). Raises AppendFailed without an
-        acknowledgement in time, RecordTooLarge.
-        """
+        """Append one record, acknowledged by all in-sync replicas. Without `partition` the key
+        decides (murmur2). Raises AppendFailed (no acknowledgement in time), RecordTooLarge."""
 
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
-        """Append records to one partition, in order, as one request. All or none is appended.
-
-        Raises as `append`; RecordTooLarge when several do not fit into one batch of 1 MiB together.
-        """
+        """Append records to one partition, in order, all or none. Raises as `append`;
+        RecordTooLarge when several exceed a batch of 1 MiB together."""
 
     def append_many(
         self, topic: str, batches: Mapping[int, Sequence[Entry]]
     ) -> Mapping[int, Future[Appended]]:
-        """Append records to several partitions at once, each as `append_batch` does, without
-        waiting.
-
-        One future per partition completes or raises by itself; cancelling it ends the wait, not the
-        append. The append is behind all earlier calls for its partition, and before all later ones.
-        """
+        """As `append_batch` for several partitions, behind all earlier calls for each, without
+        waiting. A future per partition completes or raises; cancelling it ends the wait, not the
+        append."""
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """Offset of the oldest record kept, by partition. Raises BrokerUnavailable."""
 
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """Offset the next record will get, by partition. Raises BrokerUnavailable.
-
-        Of a topic that clients write (`OF_CLIENTS` in streams/topics.py) the last stable offset:
-        the first record of an open transaction.
-        """
+        """Offset the next record will get, by partition; of a topic that clients write
+        (`OF_CLIENTS` in streams/topics.py) the last stable offset. Raises BrokerUnavailable."""
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset appended at or after `timestamp_ms`; the end when there is none."""
@@ -267,12 +234,9 @@ class Log(Protocol):
         prefix is added to the name."""
 
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> Reader:
-        """A reader that reads nothing until `assign`.
-
-        `moving=False`: for a fixed assignment; brokers are polled less often, and a new assignment
-        may wait a quarter of a second. `gather_s`: polls return records at most so often, the first
-        after a pause at once.
-        """
+        """A reader that reads nothing until `assign`. `moving=False`: for a fixed assignment, with
+        fewer requests to brokers. `gather_s`: polls return records at most so often, the first
+        after a pause at once."""
 
     def member(self, topic: str, group: str, ownership: RebalanceListener) -> Member:
         """Join a group at the first poll. Partitions without a commit start at the log's start."""

@@ -1,8 +1,8 @@
 """Publishing records: encode, append, wait for the acknowledgement, retry where that is allowed.
 
-An unacknowledged append may be in the log all the same. `publish_once` leaves the uncertainty to
-the caller; `publish` repeats, for records that may be duplicated. Neither stores records: the next
-process finds unfinished work from the log. Appends of a caller are in order if it awaits each one.
+An unacknowledged append may be in the log all the same: `publish_once` leaves the uncertainty to
+the caller; `publish` repeats, for records that may be duplicated. Neither stores records. Appends
+of a caller are in order if it awaits each one.
 """
 
 from __future__ import annotations
@@ -102,10 +102,8 @@ class RecordPublisher:
     def publish_many_once(
         self, topic: str, records: Mapping[int, Sequence[tuple[str, AnyRecord]]]
     ) -> Mapping[int, asyncio.Future[Appended]]:
-        """Append (key, record) pairs to several partitions, in order, all or none to each, once.
-
-        Returns at once: the future of each partition completes or raises as `publish_batch_once`.
-        """
+        """Append (key, record) pairs to several partitions, without waiting: the future of each
+        completes or raises as `publish_batch_once`."""
         return self._append_many(
             topic,
             {
@@ -133,11 +131,9 @@ class RecordPublisher:
         *,
         until: float | None = None,
     ) -> Appended:
-        """Append one record, retrying until it is acknowledged; it may be appended several times.
-
-        Ends by an error that a retry cannot cure, or the last AppendFailed past `until`, a point on
-        the clock.
-        """
+        """Append one record, retrying until acknowledged; it may be appended several times. Raises
+        the last AppendFailed past `until`, a point on the clock, and errors that a retry cannot
+        cure."""
         return await self.publish_entry(topic, encode(record, key), partition, until=until)
 
     async def publish_batch(
@@ -160,9 +156,7 @@ class RecordPublisher:
 
     async def publish_together(self, *records: OutgoingRecord) -> list[Appended]:
         """Append records to different partitions at once, each as `publish`; their positions.
-
-        Raises the first error that a retry cannot cure; the other records may be in the log then.
-        """
+        Raises the first error that a retry cannot cure; the others may be in the log then."""
         appending = [
             self._append_many(topic, {partition: (encode(record, key),)})[partition]
             for topic, partition, key, record in records
@@ -198,11 +192,8 @@ class RecordPublisher:
     async def publish_renamed(
         self, topic: str, entries: Iterator[Entry], partition: int
     ) -> Appended:
-        """As `publish_entry`, with the next entry at each attempt.
-
-        For a compacted topic whose records count by their place: with a key of its own, no entry
-        takes the place of an earlier attempt that is in the log all the same.
-        """
+        """As `publish_entry`, with the next entry at each attempt: on a compacted topic whose
+        records count by their place, none takes the place of an earlier attempt."""
         return await self._repeated(
             (topic, partition),
             lambda: self.publish_entry_once(topic, next(entries), partition),
@@ -216,11 +207,9 @@ class RecordPublisher:
         until: float | None,
         first: Awaitable[Appended] | None = None,
     ) -> Appended:
-        """Append until acknowledged, or past `until`. `first`: an append that has begun already.
-
-        Of all failed appends to one target, one is retried within `MAX_BACKOFF_S` while the others
-        wait: a partition without a leader costs each process one try a second.
-        """
+        """Append until acknowledged, or past `until`. `first`: an append under way. Of failed
+        appends to one target one is retried while the others wait: a partition without a leader
+        costs one try a second."""
         pause_s, over = INITIAL_BACKOFF_S, None
         try:
             while True:

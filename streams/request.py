@@ -16,11 +16,9 @@ ResultKind = Literal["chat", "completion", "tokens", "embedding"]
 
 
 class StopConditions(InternalRecord, frozen=True):
-    """Stop conditions in addition to the model's end of text.
-
-    Tokens in `stop_token_ids` are reported as the stop reason, `stop_token_ids_hidden` end like an
-    end of text. No condition applies before `min_tokens`.
-    """
+    """Stop conditions in addition to the model's end of text, none before `min_tokens`.
+    `stop_token_ids_hidden` end like an end of text; other stop tokens are reported as the
+    reason."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -133,11 +131,8 @@ class RouterParams(InternalRecord, frozen=True):
 
 
 class BootstrapInfo(InternalRecord, frozen=True):
-    """Rendezvous of the prefill and decode runs of a request, at the prefill engine.
-
-    `bootstrap_room`: 63 bits, unique to the prefill run, whose rank it is modulo the engine's
-    ranks.
-    """
+    """Rendezvous of prefill and decode runs at the prefill engine. `bootstrap_room`: 63 bits,
+    unique to the prefill run, whose rank it is modulo the engine's ranks."""
 
     bootstrap_host: str = ""
     bootstrap_port: int = 0
@@ -159,11 +154,11 @@ class PromptTokensDetails(InternalRecord, frozen=True):
 
 
 class AnswerParsing(InternalRecord, frozen=True):
-    """How a worker separates the reasoning and the tool calls of a chat's answer from its content.
+    """How a worker separates reasoning and tool calls of a chat's answer from its content.
 
-    `tools`, `reasoning`: names of parsers; "" for none. `version`: of their rules. `in_reasoning`:
-    the prompt ends within the reasoning. `max_calls`: calls after which the answer ends; 0: any
-    number. `functions`: the tools as OpenAI has them, for a parser that looks up their types.
+    `tools`, `reasoning`: names of parsers; "" for none; `version`: of their rules. `in_reasoning`:
+    the prompt ends within the reasoning. `max_calls`: 0: any number. `functions`: the tools as
+    OpenAI has them.
     """
 
     tools: str = ""
@@ -204,10 +199,8 @@ class MmRoutingInfo(InternalRecord, frozen=True):
 
 
 class MultimodalData(InternalRecord, frozen=True):
-    """One image or the like: by URL, by a string that is used as one, or decoded already.
-
-    `decoded` describes the memory that holds it, in the words of the transfer library.
-    """
+    """One image or the like: by URL, by a string that is used as one, or decoded: the memory that
+    holds it, in the words of the transfer library."""
 
     kind: Literal["url", "raw_url", "decoded"]
     url: str = ""
@@ -222,10 +215,8 @@ class RoutingTokens(NamedTuple):
 
 
 class OpenAiBody(InternalRecord, frozen=True):
-    """An OpenAI request body, passed to the engine unchanged: a JSON object.
-
-    `prompt_tokens`: estimated length of the prompt; only the engine can count it.
-    """
+    """An OpenAI request body, passed to the engine unchanged: a JSON object. `prompt_tokens`: the
+    estimated length of its prompt."""
 
     kind: Literal["chat", "completion", "embedding"]
     json: JsonText
@@ -233,10 +224,8 @@ class OpenAiBody(InternalRecord, frozen=True):
 
 
 class ReplyAddress(InternalRecord, frozen=True):
-    """The topic for a copy of a result, by its whole name.
-
-    `headers`: with the correlation id that its reader expects. `partition`: None: by the key.
-    """
+    """The topic for a copy of a result, by its whole name. `headers`: with the expected correlation
+    id. `partition`: None: by the key."""
 
     topic: str
     headers: tuple[tuple[str, bytes], ...] = ()
@@ -244,11 +233,8 @@ class ReplyAddress(InternalRecord, frozen=True):
 
 
 class StoredInput(InternalRecord, frozen=True):
-    """What a stored response keeps of its request.
-
-    `shown`: the fields that come back with it, a JSON object. `input`: JSON list of the items since
-    those in the results at `history`. `namespaces`: by the names of functions.
-    """
+    """The part of a request that a stored response keeps. `shown`: fields that come back with it, a
+    JSON object. `input`: JSON list of the items since those in the results at `history`."""
 
     shown: JsonText
     input: JsonText
@@ -257,11 +243,11 @@ class StoredInput(InternalRecord, frozen=True):
 
 
 class ResultOptions(InternalRecord, frozen=True):
-    """The options of the result of a request; a request without them gets no result.
+    """The options of the result of a request; a request without them gets none.
 
-    `kind`: of the prompt; it decides the form of the body. `metadata`: the client's JSON object,
-    copied like `custom_id`. `batch_id`: its batch job. `echo`: the text that the answer begins
-    with. `stored`: the result is a stored response.
+    `kind`: of the prompt; it decides the form of the body. `metadata`: a JSON object, copied like
+    `custom_id`. `batch_id`: its job. `echo`: the text that the answer begins with. `stored`: the
+    result is a stored response.
     """
 
     kind: ResultKind = "chat"
@@ -274,13 +260,11 @@ class ResultOptions(InternalRecord, frozen=True):
 
 
 class Request(InternalRecord, frozen=True):
-    """A request that is ready for a worker. `token_ids`: u32, little endian; none with a `body`.
+    """A request that is ready for a worker.
 
-    `queued_ms`: it may wait in any queue, and its deadline counts from then. `service_class` batch:
-    uses the capacity that interactive requests leave, and gives way to them. Clients publish the
-    JSON form of other systems as prompts of kind `tokens`
-    (`app/preprocess/request_reader.py`). `shown`: of a renewed request that has
-    begun, the answer before the attempt that the Chunk names.
+    `token_ids`: u32, little endian; none with a `body`. `queued_ms`: it may wait in any queue, and
+    its deadline counts from then. `shown`: of a renewed request that has begun, the answer before
+    the attempt that the Chunk names.
     """
 
     id: str
@@ -345,10 +329,8 @@ class Request(InternalRecord, frozen=True):
 
     @property
     def is_query(self) -> bool:
-        """Whether it is a dry run, which only returns its placement.
-
-        A dry run has the annotation query_instance_id with any value.
-        """
+        """Whether it is a dry run, which only returns its placement: annotation query_instance_id
+        with any value."""
         return bool(self.annotations) and self.annotation_value("query_instance_id") is not None
 
     def annotation_value(self, key: str) -> str | None:
@@ -359,10 +341,8 @@ class Request(InternalRecord, frozen=True):
         )
 
     def routing_tokens(self) -> RoutingTokens:
-        """Tokens for prefix matching: the prompt, unless substitute tokens are given.
-
-        With `prompt_embeds` the tokens are not computed, so no prefix matches.
-        """
+        """Tokens for prefix matching: the prompt, or substitute tokens. With `prompt_embeds` there
+        are none."""
         if self.prompt_embeds is not None:
             return RoutingTokens(b"", None)
         info = self.mm_routing_info

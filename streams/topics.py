@@ -1,16 +1,11 @@
 """The topic table: names, keys, partitions, retention, record types, writers and readers.
 
-The only source for the code and for `kvlane topics create|describe|acls`. Names are short; the
-prefix (`KVLANE_TOPIC_PREFIX`, default `kvlane.`) is added where the log is opened.
-
-`requests`, `ledger` and `responses` have the same partitions and keys: partition *n* of them is
-*lane* *n*, whose owner can answer every request in it. `assignments` and `kv-events` are keyed by
-worker. Brokers compress the `ledger`, which every router reads whole; most batches of other topics
-are single records (docs/benchmarks.md, compression of topics).
-
-Writers and readers are roles: the name of a process (`router`, `worker` …); `client`, any program
-that publishes prompts and reads answers; `operator`, a person with the command line. A client that
-publishes tokenised requests needs the rights of a gateway.
+The only source for the code and for `kvlane topics create|describe|acls`. Names are without the
+prefix (`KVLANE_TOPIC_PREFIX`), which is added where the log is opened. `requests`, `ledger` and
+`responses` have the same partitions and keys: partition *n* is *lane* *n*. Writers and readers are
+roles: the name of a process; `client`, any program that publishes prompts and reads answers;
+`operator`, a person with the command line. Brokers compress the `ledger`, since most batches of
+other topics are single records.
 """
 
 from __future__ import annotations
@@ -51,9 +46,8 @@ DAY_MS = 24 * HOUR_MS
 _WORD, _U32 = Struct("<I"), 0xFFFFFFFF
 _MURMUR2_SEED, _MURMUR2_FACTOR = 0x9747B28C, 0x5BD1E995
 PROMPT_READABLE_MS = 8 * DAY_MS
-"""Age at which a prompt counts as deleted, although it is in its topic: brokers delete by segment,
-up to a day after the retention of `batch` in use, and never the newest records. For so long after
-its end the id of a prompt is known."""
+"""Age at which a prompt counts as deleted: brokers delete by segment, up to a day after the
+retention of `batch`. For so long after its end the id of a prompt is known."""
 MAX_RECORD_BYTES = 8 * 1024 * 1024
 MAX_UNCOMPRESSED_BYTES = 2 * MAX_RECORD_BYTES
 """Size limit of a batch after decompression, which brokers do not bound. The client holds one such
@@ -77,11 +71,8 @@ class Topic(NamedTuple):
     compacts: bool = False
 
     def config(self, min_insync: int) -> dict[str, str]:
-        """Broker settings of the topic.
-
-        All take the broker's append time, which no writer's clock changes. A segment is at most a
-        quarter of the retention, since only closed segments are deleted.
-        """
+        """Broker settings of the topic. A segment is at most a quarter of the retention, since only
+        closed segments are deleted."""
         shared = {
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(MAX_RECORD_BYTES),
@@ -195,9 +186,8 @@ OF_CLIENTS = frozenset({PROMPTS, BATCH})
 their end, and so the lag, is the last stable offset."""
 
 READ_COMMITTED = OF_CLIENTS | {RESULTS}
-"""Topics that are written by transactions. All readers of the project read them committed: records
-of an aborted transaction, or of one that is not over, are left out. Of `results` the end is that of
-the log: a look for results has to wait for the transactions of other lanes before it."""
+"""Topics that are written by transactions, and read committed by all readers of the project. Of
+`results` the end is that of the log: a look for results waits for transactions of other lanes."""
 
 TOPICS_BY_NAME = {topic.name: topic for topic in TOPICS}
 TYPES_BY_TOPIC = {topic.name: frozenset(topic.records) for topic in TOPICS}

@@ -2,18 +2,16 @@
 
 Exactly once, for readers that read committed:
 
-- Results are written in transactions, by the writer of the lane (`app/results/result_writer.py`). A
-  collector that takes over a lane opens that writer first: no other process writes results of the
-  lane from then on, and all earlier transactions have ended.
+- Results are written in transactions (`app/results/result_writer.py`). A collector that takes over
+  a lane opens the writer first: all earlier transactions have ended, and no others begin.
 - After each opening it reads the results that are in the log, from before the first request that
   may have none. Requests with a result get no other one.
 - The committed position of the group is the lowest request without a result, or whose reply is not
-  sent (`app/results/reply_sender.py`). It moves after the transaction; the next collector finds
-  results above the position, and sends their replies if they are missing.
+  sent (`app/results/reply_sender.py`). It is no part of the transactions, since replies end in
+  another order than requests begin.
 
 Partial replies are in memory only; a new owner reads them again. Positions that are found by time
-have a margin for the clocks of brokers. Consumer offsets are no part of the transactions: replies
-end in another order than requests begin, so a position cannot replace the look for results.
+have a margin for the clocks of brokers.
 """
 
 from __future__ import annotations

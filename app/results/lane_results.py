@@ -1,8 +1,5 @@
-"""The results of one lane: which requests of it get one, and how far each of them is.
-
-Pure state of one claim: records of `requests` and `responses` in, finished results out; one for
-each request, however often it is published or delivered. `finished`: ids of results in the log.
-"""
+"""The results of one lane: which requests of it get one, and how far each of them is. Pure: records
+of `requests` and `responses` in, finished results out, one for each request."""
 
 from __future__ import annotations
 
@@ -86,11 +83,8 @@ class LaneResults:
         return written
 
     def add_request(self, log_record: LogRecord) -> int | None:
-        """Take a record of `requests`; returns the offset of the record that is done with it.
-
-        Its own if it needs no result, else that of the record in whose place it is. None for a
-        request that waits for its result, or for the reply to one that is in the log.
-        """
+        """Take a record of `requests`; the offset of the record that is done with it: its own if it
+        needs no result, or of the record whose place it takes. None for a request that waits."""
         record = log_record.record
         if not isinstance(record, Request | Refused) or record.result is None:
             return log_record.offset

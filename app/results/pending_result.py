@@ -1,8 +1,5 @@
-"""The result of one request, from the records of its reply.
-
-Applies the stream reconstruction rule (`streams/responses/transcript.py`), and makes the body with
-the code of the HTTP endpoints. Pure: the same `Result` for the same records.
-"""
+"""The result of one request, from the records of its reply, with a body as of the HTTP endpoints.
+Pure: the same `Result` for the same records."""
 
 from __future__ import annotations
 
@@ -223,11 +220,8 @@ class PendingResult:
         self._is_malformed = True
 
     def build(self, model: Model | None = None) -> Result:
-        """The result, after the end. `model`: of `wanted_model`; without it, tokens are ids.
-
-        Raises any error for records whose values no process of this project writes; not after
-        `fail`, which leaves all values out that are not of this process.
-        """
+        """The result, after the end. `model`: of `wanted_model`; without it, tokens are ids. Raises
+        any error for values that no process of this project writes; not after `fail`."""
         self._set_model(model)
         options, failure = self.options, self._failure()
         stored = None if self._is_oversized or self._is_malformed else options.stored

@@ -1,12 +1,10 @@
 """The sender of replies: copies of results, in topics of clients.
 
-A reply is sent after its result is in the log, by an ordinary append. Each partition has a queue
-and a task, all queues together are bounded, and a reply whose partition has failed `MAX_FAILURES`
-times is left out, counted and logged. Until then its request holds the group's position, so that
-the next owner of the lane sends it.
-
-After an attempt that may have succeeded, the partition is searched for the reply. It is there twice
-if the broker appends it later than its producer waits, or if the partition may not be read.
+A reply is sent after its result is in the log. Each partition has a queue and a task, all queues
+together are bounded; after `MAX_FAILURES` of its partition a reply is left out, counted and logged,
+and until then its request holds the group's position. After an attempt that may have succeeded, the
+partition is searched. It is there twice if the broker appends it later than its producer waits, or
+if the partition may not be read.
 """
 
 from __future__ import annotations

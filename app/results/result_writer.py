@@ -1,8 +1,7 @@
 """The writer of a lane's results: transactions of results, and their outcomes.
 
-Opening the transactional writer fences all earlier ones of the lane; then the log is searched for
-results of its requests, which get no other one. Transactions contain records of the deployment
-only: one whose partition has lost its brokers holds the writer, and all that come after it.
+Opening it fences all earlier ones; then the log is searched for results of its requests.
+Transactions have records of the deployment only: a partition without brokers would hold the writer.
 """
 
 from __future__ import annotations
@@ -98,11 +97,9 @@ class ResultWriter:
             await self._write(batch)
 
     async def find_results(self, since_ms: int) -> None:
-        """Note the results of the lane that are in the log; their requests get no other one.
-
-        `since_ms`: append time of the first request that may have none; the margin is twice that of
-        replies, which must not end the repetition of a request whose result is not found here.
-        """
+        """Note the results of the lane that are in the log. `since_ms`: append time of the first
+        request that may have none; the margin is twice that of replies, which must not end a
+        repetition first."""
         self._results.add_finished(
             await self._repeated(lambda: self._read_results(since_ms - 2 * CLOCK_SKEW_MS))
         )

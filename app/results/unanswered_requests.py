@@ -1,8 +1,7 @@
 """Requests without a reply: those that repeat another one, and those whose reply was deleted.
 
-A router ignores a request whose id it has seen: no reply, no result. Usually the collector
-remembers the result; else the ledger shows which record of the request was run, and the end of a
-request whose reply is no longer in the log.
+A router ignores a request whose id it has seen. Where the collector does not remember the result,
+the ledger shows which record was run, and the end of a request whose reply is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The interface of a broker that tests and demos use, and the settings of those that kvlane starts.
 
-Brokers are started by `jvm` and `docker`; `broker_factory` chooses between them. Their settings are
-not for production: a small broker that starts, detects lost members and deletes old data quickly.
-Every value that differs from Kafka's default has its reason next to it.
+Settings for a small broker that starts, detects lost members and deletes old data quickly, not for
+production. Every value that differs from Kafka's default has its reason next to it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class KeptData(NamedTuple):
-    """Data that outlive their broker, in `folder`.
-
-    `lock`: descriptor of a locked file that watchdogs inherit, so that it is free when the broker
-    and all of its processes have ended.
-    """
+    """Data in `folder` that outlive their broker. `lock`: descriptor of a locked file, inherited by
+    watchdogs: free when the broker and all of its processes have ended."""
 
     folder: Path
     lock: int
@@ -46,11 +42,8 @@ class PortTaken(NoLocalBroker):
 
 
 class Broker(ABC):
-    """A broker, or several as one cluster, that this process started or was given.
-
-    `description` names the running broker in one line. `version` is Kafka's, "" where unknown.
-    `bootstrap_servers` is for clients: host:port, separated by commas.
-    """
+    """A broker, or several as one cluster, that this process started or was given. `version`:
+    Kafka's, "" where unknown. `bootstrap_servers`: host:port, separated by commas."""
 
     kind: Kind
     version: str
@@ -91,11 +84,8 @@ _given_ports: deque[int] = deque(maxlen=MAX_REMEMBERED_PORTS)
 
 
 def free_ports(count: int) -> list[int]:
-    """Different free loopback ports from 20000 to 31999; none twice within `MAX_REMEMBERED_PORTS`.
-
-    Systems hand out higher ports for outgoing connections, which could take the port of a broker
-    while it restarts. Raises NoLocalBroker when there are too few.
-    """
+    """Different free loopback ports from 20000 to 31999, below those for outgoing connections; none
+    twice within `MAX_REMEMBERED_PORTS`. Raises NoLocalBroker when there are too few."""
     found: list[int] = []
     candidates = random.SystemRandom().sample(range(20_000, 32_000), 2_000)
     for port in candidates:

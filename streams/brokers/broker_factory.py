@@ -1,8 +1,7 @@
 """The entry point for obtaining a broker, for tests, `kvlane up` and `kvlane demo`.
 
-Tried in this order: given servers; Docker; a local JVM; the log in memory, with lines that say why.
-With data to keep, a JVM comes before Docker, since it writes into their folder. A kind that is
-named is used, or fails with the reason.
+The order: given servers; Docker; a local JVM, which comes before Docker with data to keep; the log
+in memory. A kind that is named is used, or fails with the reason.
 """
 
 from __future__ import annotations
@@ -51,12 +50,9 @@ def obtain_broker(
 ) -> Broker:
     """A running broker; it ends with its `with` block, `stop()` or this process.
 
-    `bootstrap_servers`: given ones; "env" needs them and "auto" takes them. `brokers` above 1: a
-    cluster in JVMs. `port`: of the first broker, 0 for a free one. `report` gets lines on the
-    progress.
-
-    Raises NoLocalBroker when the kind cannot be had, BrokerUnavailable when given servers do not
-    answer.
+    `bootstrap_servers`: given ones; "env" needs them. `brokers` above 1: a cluster in JVMs. `port`:
+    of the first broker, 0: a free one. `report` gets lines of progress. Raises NoLocalBroker when
+    the kind cannot be had, BrokerUnavailable when given servers do not answer.
     """
     ways: dict[Kind, Callable[[], Broker]] = {
         "env": lambda: ExternalBroker(bootstrap_servers),

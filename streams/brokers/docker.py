@@ -1,8 +1,5 @@
-"""One Kafka broker in a container: the official image, or that of deploy/kafka/build-image.sh.
-
-`watchdog` removes containers with their owner; the reaper of testcontainers would be one more image
-to pull.
-"""
+"""One Kafka broker in a container: the official image, or that of deploy/kafka/build-image.sh. Its
+`watchdog` removes it: the reaper of testcontainers would be one more image to pull."""
 
 from __future__ import annotations
 
@@ -60,11 +57,8 @@ _COMMAND = (
 
 
 class DockerBroker(Broker):
-    """One broker in a container, on a port of this machine, 0 for any.
-
-    Its data disappear with it, or are `kept` in a volume of Docker with a name made of the
-    folder's.
-    """
+    """One broker in a container, on a port of this machine, 0 for any. Its data disappear with it,
+    or are `kept` in a volume with a name made of the folder's."""
 
     kind = "docker"
 

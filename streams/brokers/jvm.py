@@ -1,8 +1,5 @@
-"""Real Kafka brokers without Docker: one JVM each, on loopback.
-
-Every node is broker and controller, so a cluster of three outlives the loss of any one. The first
-start on a machine fetches the jars and prepares quick starts (`java`).
-"""
+"""Real Kafka brokers without Docker: one JVM each, on loopback, each broker and controller. The
+first start on a machine fetches the jars and prepares quick starts (`java`)."""
 
 from __future__ import annotations
 
@@ -50,11 +47,9 @@ STOP_DEADLINE_S = 10.0
 class JvmBroker(Broker):
     """`brokers` brokers as one cluster, with a copy of everything on each.
 
-    `nodes`: the running processes in the order of their ids. `port`: of the first one, 0 for any.
-    `full_jit`: the JVM's whole compiler and more heap, for measurements; without it, it starts
-    sooner and is half as quick. `changes`: to the settings of all nodes. `links`: number of further
-    listeners of each node, for proxies (`JvmNode.links`). The data disappear unless they are
-    `kept`.
+    `nodes`: the processes in the order of their ids. `port`: of the first, 0: any. `full_jit`: the
+    JVM's whole compiler and more heap, for measurements. `changes`: to the settings of all nodes.
+    `links`: number of further listeners of each node, for proxies.
     """
 
     kind = "jvm"
@@ -256,11 +251,8 @@ def _format(guard: ProcessGuard, settings: dict[str, str]) -> None:
 
 
 def _copy_formatted(formatted: Path, data: Path, number: int, cluster_id: str) -> None:
-    """Copy a formatted data directory, with the three lines that differ by node.
-
-    The cluster's id is new for every broker: one that gets the port of another never joins its
-    quorum.
-    """
+    """Copy a formatted data directory. The cluster's id is new for every broker: one that gets the
+    port of another never joins its quorum."""
     copy = data.with_name(f"{data.name}.new")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(formatted, copy)

@@ -128,20 +128,14 @@ def java_command(main_class: str, arguments: Sequence[str], jvm: Sequence[str]) 
 
 
 def java_tool(main_class: str, *arguments: str) -> list[str]:
-    """The command line of a tool of Kafka's, such as
-    org.apache.kafka.tools.consumer.ConsoleConsumer.
-
-    Fetches absent jars. Raises NoLocalBroker without Java or Maven.
-    """
+    """The command line of a tool of Kafka's, by its Java class. Fetches absent jars. Raises
+    NoLocalBroker without Java or Maven."""
     return java_command(main_class, arguments, ("-Xmx128m", "-XX:TieredStopAtLevel=1"))
 
 
 def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: ReportLine) -> Path:
-    """`target`; when absent, it is renamed from the path that `build` returns, by one process at a
-    time.
-
-    Raises NoLocalBroker when it cannot be built.
-    """
+    """`target`; when absent, renamed from the path that `build` returns, by one process at a time.
+    Raises NoLocalBroker when it cannot be built."""
     if target.exists():
         return target
     try:

@@ -1,7 +1,4 @@
-"""One Kafka broker process on this machine, which can be killed, paused and started again.
-
-`jvm` determines its data, settings and class archive.
-"""
+"""One Kafka broker process on this machine, which can be killed, paused and started again."""
 
 from __future__ import annotations
 

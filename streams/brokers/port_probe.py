@@ -1,7 +1,5 @@
-"""Probes of a port: whether a broker serves clients there, and why a client cannot connect.
-
-Sends requests for versions and metadata, and the start of a TLS handshake; no credentials.
-"""
+"""Probes of a port: whether a broker serves clients there, and why a client cannot connect. No
+credentials are sent."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """A watchdog process that removes processes, containers and files when their owner is gone.
 
-A `ProcessGuard` is a new directory, and a process of this file in its own session with the reading
-end of a pipe. When the owner ends in any way, the pipe closes, and the watchdog kills every process
-with the guard's mark on its command line, removes the containers with its label, and deletes the
-directory. Marks rather than registered ids: an owner that is killed before it records an id leaves
-nothing behind, and no process with a reused id is killed.
-
-Started as a script: it must not import the rest of the package.
+When the owner of a `ProcessGuard` ends in any way, a pipe closes, and the watchdog kills the
+processes with the guard's mark on their command line, removes the containers with its label, and
+deletes its directory. By marks, since an owner may be killed before it records an id. Started as a
+script: it must not import the rest of the package.
 """
 
 from __future__ import annotations
@@ -38,9 +35,9 @@ _SETTLED_S = 0.25
 class ProcessGuard:
     """A directory that disappears after its owner, with all marked processes and containers.
 
-    `directory` is made under `parent` (default: the system's temporary directory). `mark`: an
-    argument of its processes; `label`: of its containers, with `docker`. The watchdog inherits the
-    descriptors `inherited`, and so their locks.
+    `directory` is made under `parent` (default: the system's temporary one). `mark`: an argument of
+    its processes; `label`: of its containers, with `docker`. The watchdog inherits `inherited`,
+    with their locks.
     """
 
     def __init__(

@@ -130,11 +130,8 @@ async def _refusal(options: Mapping[str, Any]) -> KafkaError | None:
 
 
 class LazyConsumer:
-    """A consumer that connects on first use, and again after `drop`.
-
-    Connecting continues in the background past the time of `ready`: a cancelled connect leaks its
-    socket.
-    """
+    """A consumer that connects on first use, and again after `drop`. Connecting continues past the
+    time of `ready`: a cancelled connect leaks its socket."""
 
     def __init__(self, options: Mapping[str, Any], grace_s: float) -> None:
         """`options` are aiokafka's; `grace_s` bounds how long ending one may take."""
@@ -210,11 +207,8 @@ class LazyConsumer:
 
 
 async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
-    """Stop a consumer in any state; after the grace period, cancel its tasks.
-
-    In a task of its own: during an outage `stop` waits for one response after the other, and may
-    raise an internal CancelledError, which leaks tasks and connections.
-    """
+    """Stop a consumer in any state; after the grace period, cancel its tasks. In a task of its own,
+    since `stop` may raise an internal CancelledError, which leaks tasks and connections."""
     stopping = asyncio.create_task(consumer.stop())
     await asyncio.wait({stopping}, timeout=grace_s)
     if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
@@ -229,10 +223,7 @@ async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
 
 class LogRateLimiter(logging.Filter):
     """Passes one warning or error of a kind every ten seconds, with the number of suppressed ones.
-
-    Messages of an ordinary rebalance, or of a cluster's first group, are logged as INFO. The line
-    for every assignment is suppressed.
-    """
+    Messages of an ordinary rebalance are logged as INFO."""
 
     PERIOD_S = 10.0
     ORDINARY = (

@@ -1,7 +1,5 @@
 """Connection options of Kafka clients (addresses, TLS, SASL), and the connection of a process.
-
-Owns the translation into the options of aiokafka. Opens no connection. Passwords are not in `repr`.
-"""
+Opens none. Passwords are not in `repr`."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"
 
 
 class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is untyped
-    """The OAUTHBEARER token from a file that another program renews (UTF-8, trimmed).
-
-    Read at every connection attempt, so a rotated token needs no restart.
-    """
+    """The OAUTHBEARER token from a file that another program renews (UTF-8, trimmed); read at every
+    connection attempt."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,10 +79,8 @@ class ConnectionOptions:
         return self.security_protocol in {"SASL_PLAINTEXT", "SASL_SSL"}
 
     def client_options(self) -> dict[str, object]:
-        """The keyword arguments that every aiokafka client takes: producer, consumer, admin.
-
-        Raises OSError (ssl.SSLError among them) when a certificate file cannot be read or used.
-        """
+        """The keyword arguments that every aiokafka client takes. Raises OSError (ssl.SSLError
+        among them) when a certificate file cannot be read or used."""
         options: dict[str, object] = {
             "bootstrap_servers": self.servers,
             "client_id": self.client_id,

@@ -1,12 +1,9 @@
-"""A member of a Kafka consumer group that controls its own positions.
+"""A member of a Kafka consumer group that controls its own positions, and commits only on request.
 
-Owns the assigned partitions, their positions, and the calls of the listener. A partition is paused
-as soon as it is assigned, taken over by the next `poll`, which fetches its commit, seeks there and
-calls the listener, and read after `resume`. Commits only on request.
-
-Partitions are a lease, which ends a session time-out after the last answered heartbeat was sent:
-the coordinator may then give them to another member. A process that was stopped for longer finds
-its lease over before its waits end, since the event loop calls timers before tasks.
+A partition is paused when assigned, taken over by the next `poll`, which seeks to its commit, and
+read after `resume`. Partitions are a lease, which ends a session time-out after the last answered
+heartbeat was sent: the coordinator may then give them to another member. A process that was stopped
+finds its lease over first, since the event loop calls timers before tasks.
 """
 
 from __future__ import annotations
@@ -52,11 +49,8 @@ HEARTBEAT_MS = 500
 
 
 class KafkaMember:
-    """Implements `Member`; made by `KafkaLog.member`. One task polls it.
-
-    Without polls for five session time-outs it leaves the group until the next. Errors of `revoked`
-    are raised by the next poll.
-    """
+    """Implements `Member`; made by `KafkaLog.member`. One task polls it. Without polls for five
+    session time-outs it leaves the group. Errors of `revoked` are raised by the next poll."""
 
     def __init__(
         self, kafka: KafkaSession, topic: str, group: str, ownership: RebalanceListener

@@ -1,7 +1,7 @@
 """The log over Apache Kafka: the ports of `streams/ports.py` by means of aiokafka.
 
-`KafkaLog` is one process's connection. It adds the prefix of the deployment to the names of topics
-and groups, and translates every error of the client (`streams/errors.py`), with the cause kept.
+Adds the prefix of the deployment to names of topics and groups, and translates every error of the
+client (`streams/errors.py`), with the cause kept.
 
     producer.py            appending
     kafka_transactions.py  appending in transactions
@@ -10,8 +10,8 @@ and groups, and translates every error of the client (`streams/errors.py`), with
     aiokafka_client.py     connections of all clients
     client_patches/        replaced parts of aiokafka
 
-Each reader and member has its own consumer, because a consumer has one pending request per broker.
-Offset queries use another consumer that never reads: a query would wait behind a fetch.
+Each reader and member has its own consumer: a consumer has one pending request per broker. So have
+offset queries, which would wait behind a fetch.
 """
 
 from __future__ import annotations
@@ -144,12 +144,9 @@ class KafkaLog:
         return await self._learn_partitions()
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
-        """Append one entry, and wait for its acknowledgement at most three request time-outs.
-
-        As long again, and two seconds, for a topic's first append. Raises AppendFailed (the entry
-        may be in the log, now or later: `streams/kafka/producer.py`), RecordTooLarge,
-        TopicMismatch, AccessDenied.
-        """
+        """Append one entry, acknowledged within three request time-outs; twice that for a topic's
+        first. Raises AppendFailed (it may be in the log, now or later), RecordTooLarge,
+        TopicMismatch, AccessDenied."""
         producer = self._open_producer()
         count = await self._count(topic)
         if partition is None:

@@ -1,8 +1,5 @@
-"""Reading Kafka partitions from given positions, without a group.
-
-Owns the positions: those of the client also move after a failed fetch, these only when records are
-returned. Never jumps: a position outside the log raises PositionLost.
-"""
+"""Reading Kafka partitions from given positions, without a group. Owns the positions, which move
+only when records are returned. Never jumps: a position outside the log raises PositionLost."""
 
 from __future__ import annotations
 
@@ -41,9 +38,8 @@ _GATHER_BYTES = 1024 * 1024
 idle reader at the first record (`streams/kafka/client_patches/session_fetcher.py`)."""
 
 _PATIENCE = 0.75
-"""Fraction of the request time-out, which is meant for appends. A broker answers a reader in 250
-ms. A hung broker that is still a member of its cluster may cost three waits: for its response, for
-a new connection to it, and for the new leader, if the client asks this broker for it."""
+"""Fraction of the request time-out, which is meant for appends: a broker answers a reader in 250
+ms. A hung member of its cluster may cost three waits."""
 
 
 class KafkaReader:
@@ -269,8 +265,7 @@ class _Tails:
 
     A fetch at position p that returned no record while the log reached to h shows that [p, h) is
     gone. Such a response arrived between two checks if the position did not change and little was
-    read; a further check ensures that the client's buffers had no records. Only partitions that did
-    not move since the last check are watched.
+    read; a further check ensures empty buffers.
     """
 
     def __init__(self) -> None:
@@ -289,11 +284,8 @@ class _Tails:
             )
 
     def look(self, behind: Mapping[TopicPartition, _LastResponse]) -> dict[TopicPartition, int]:
-        """Ends of partitions without a record before them. Call it only with an empty client
-        buffer.
-
-        `behind`: the latest answers about partitions that seem to have more to read.
-        """
+        """Ends of partitions without a record before them; only with an empty client buffer.
+        `behind`: the latest answers about partitions that seem to have more."""
         ends: dict[TopicPartition, int] = {}
         first: dict[TopicPartition, _LastResponse] = {}
         empty: dict[TopicPartition, _LastResponse] = {}

@@ -1,8 +1,5 @@
-"""Transactions on Kafka: one transactional producer per writer, replaced after each failure.
-
-A new producer of a transactional id completes or aborts the transaction of the one before, and
-fences it. No consumer offsets are part of a transaction.
-"""
+"""Transactions on Kafka: one transactional producer per writer, replaced after each failure. Its
+successor completes or aborts the open transaction, and fences it. No consumer offsets take part."""
 
 from __future__ import annotations
 
@@ -156,11 +153,8 @@ class KafkaTransactionalWriter:
 
 
 async def _write(producer: AIOKafkaProducer, records: Sequence[TopicEntry]) -> None:
-    """Write a transaction. Raises the error that ended it, whichever call of the client fails.
-
-    After it the client answers further calls with IllegalOperation or an AssertionError, and sent
-    records fail with errors that follow from the first one.
-    """
+    """Write a transaction. Raises the error that ended it, whichever call fails: the client answers
+    later calls with errors that follow from the first one."""
     sent: list[asyncio.Future[Any]] = []
     try:
         await producer.begin_transaction()

@@ -1,13 +1,11 @@
 """Appending to Kafka: one idempotent producer, and its replacement after a failure.
 
-The queue in front of it is a `ProducerQueue` of `client_patches/`. Guarantees beyond the client's:
+Guarantees beyond the client's:
 
 - Appends to one partition are in the log in the order of the calls, even if several are pending.
-- After any failed delivery the producer is replaced, and all pending appends fail with the same
-  error: the broker rejects batches behind the gap of an abandoned one. So an acknowledged append is
-  never overtaken by a later one.
-- A wait ends at its deadline, or by cancellation; the append may still be in the log afterwards,
-  since the client never drops a batch that it has sent once.
+- After any failed delivery the producer is replaced, and all pending appends fail, since brokers
+  reject batches behind a gap. So an acknowledged append is never overtaken by a later one.
+- A wait ends at its deadline, or by cancellation; the append may still be in the log afterwards.
 """
 
 from __future__ import annotations
@@ -49,11 +47,8 @@ class Producer:
     """Appends entries to partitions (by their full topic names) and waits for acknowledgements."""
 
     def __init__(self, options: Mapping[str, Any], request_timeout_s: float) -> None:
-        """`options` are those of the connection.
-
-        An append waits for three request time-outs: one to notice a broker that hangs, one to find
-        the new leader, one to append.
-        """
+        """`options` are those of the connection. An append waits for three request time-outs: to
+        notice a broker that hangs, to find the new leader, to append."""
         self.append_timeout_s = 3 * request_timeout_s
         self._look_every_s = request_timeout_s / 10
         self._grace_s = request_timeout_s

@@ -1,8 +1,5 @@
-"""Provisioning: creates the topics of the table, and reports differences.
-
-Owns the Deployment record in the registry, with the parameters that all processes share. Never
-changes or deletes a topic: the number of partitions decides the partition of a key.
-"""
+"""Provisioning: creates the topics of the table and the Deployment record, and reports differences.
+Never changes or deletes a topic: the number of partitions decides the partition of a key."""
 
 from __future__ import annotations
 
@@ -91,9 +88,8 @@ async def create_topics(
 ) -> list[TopicState]:
     """Create missing topics, then the Deployment record, once; returns the state of all topics.
 
-    `replication`: None takes `DEFAULT_REPLICATION`, or fewer where there are fewer brokers.
-    `partitions`, `retention_ms`: override the table by topic; an existing deployment keeps its
-    numbers. Existing topics stay; differing settings are reported. Raises BrokerUnavailable,
+    `replication`: None: `DEFAULT_REPLICATION`, or fewer where there are fewer brokers.
+    `partitions`, `retention_ms`: override the table for new deployments. Raises BrokerUnavailable,
     AccessDenied, and TopicMismatch if a topic has another number of partitions: then nothing is
     created.
     """
@@ -131,12 +127,9 @@ async def describe_topics(
     partitions: Mapping[str, int] = _OF_THE_TABLE,
     retention_ms: Mapping[str, int] = _OF_THE_TABLE,
 ) -> list[TopicState]:
-    """Compare every topic of the deployment with the broker's. Raises BrokerUnavailable,
-    AccessDenied.
-
-    `partitions` and `retention_ms` override the table by topic, the former for a deployment that
-    does not exist yet.
-    """
+    """Compare every topic of the deployment with the broker's; `partitions` (of a deployment that
+    does not exist yet) and `retention_ms` override the table. Raises BrokerUnavailable,
+    AccessDenied."""
     async with _admin(log) as admin:
         existing = await _partitions(admin, log.prefix)
         expected = expected_partitions(lanes, partitions) | await _recorded(log, existing)
@@ -164,11 +157,8 @@ async def describe_topics(
 async def check_partitions(
     log: Log, lanes: int, partitions: Mapping[str, int] = _OF_THE_TABLE
 ) -> None:
-    """Check at start that this process and the deployment agree about the topics.
-
-    The Deployment record is used, or else the table with `partitions` over it. Raises
-    TopicMismatch, with the remedy, and BrokerUnavailable.
-    """
+    """Check at start that process and deployment agree about the topics, by the Deployment record,
+    else the table with `partitions` over it. Raises TopicMismatch, BrokerUnavailable."""
     expected = expected_partitions(lanes, partitions)
     found = {name: await log.partitions(name) for name in expected}
     if (made := await read_deployment(log)) is not None:
@@ -192,11 +182,9 @@ async def check_partitions(
 async def watch_topics(
     log: KafkaLog, clock: Clock, every_s: float = TOPIC_CHECK_INTERVAL_S
 ) -> None:
-    """Check periodically that the topics still exist, until cancelled.
-
-    Raises TopicMismatch for a topic that is missing, or has another number of partitions, twice in
-    a row: a broker that has just restarted may not list all yet.
-    """
+    """Check periodically that the topics still exist, until cancelled. Raises TopicMismatch for one
+    missing, or with another number of partitions, twice in a row: a restarted broker may not list
+    all yet."""
     before: dict[str, int] = {}
     differed: dict[str, int] = {}
     while True:

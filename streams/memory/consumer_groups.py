@@ -1,12 +1,10 @@
 """Consumer groups of the in-memory broker, after Kafka's classic protocol with eager rebalances.
 
-A change of members starts a rebalance: every member is notified at its next heartbeat, releases all
-partitions and rejoins; when all have, or after the session time-out, a new generation begins with
-the range assignor. Commits count only in the generation in which they were sent. A member that is
-silent for the session time-out, or does not poll for the poll interval, is excluded without notice:
-it keeps its partitions until it contacts the group, or finds its own session over.
-
-Members contact the group inside `poll`; a waiting poll sets a timer for the next time-out.
+At a change of members each releases all partitions at its next heartbeat and rejoins; when all
+have, or after the session time-out, a new generation begins with the range assignor. Commits count
+only in their generation. A silent member, or one that does not poll, is excluded without notice: it
+keeps its partitions until it contacts the group, or finds its own session over. Members contact the
+group inside `poll`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """An in-memory broker: the state that the `MemoryLog`s of all processes share, and its faults.
 
-Tests, the whole-system simulation and `kvlane demo --broker memory` run on it; the contract suite
-in `tests/contracts` compares it with a real broker. It has: partitions by key as in the Java
-client, offsets, append time by the clock of a partition's leader, headers, tombstones, deletion by
-age and count, compaction with its lags, consumer groups (`streams/memory/consumer_groups.py`), size
-limits.
-
-It lacks: durability, replicas, segments (deletion and compaction work record by record), quotas,
-security, compression, readers of uncommitted records, static members, other assignors than range,
-and fetches bounded by bytes.
-
-Time is the injected clock's; a wait uses a timer of the running loop, which may be virtual.
+The contract suite in `tests/contracts` compares it with a real broker. It lacks: durability,
+replicas, segments (deletion and compaction work record by record), quotas, security, compression,
+readers of uncommitted records, static members, other assignors than range, and fetches bounded by
+bytes. Time is the injected clock's; a wait uses a timer of the running loop, which may be virtual.
 """
 
 # ruff: noqa: ARG002 - without faults their arguments do not matter

@@ -1,8 +1,5 @@
-"""One process's connection to the in-memory broker: appends, queries, readers.
-
-Owns requests in transit, and drops their responses once the client is killed; the broker owns the
-records.
-"""
+"""One process's connection to the in-memory broker: appends, queries, readers. Owns requests in
+transit; their responses are dropped once the client is killed."""
 
 from __future__ import annotations
 
@@ -67,11 +64,8 @@ class MemoryLog:
             await user.close()
 
     def kill(self) -> None:
-        """As kill -9: no further call returns, and nothing more is sent.
-
-        Appends that had left the process arrive a little later (`BrokerFaults.departed`); group
-        memberships end by their session time-out.
-        """
+        """As kill -9: nothing more is sent. Appends that had left the process arrive a little later
+        (`BrokerFaults.departed`); group memberships end by their session time-out."""
         self.is_killed = True
         for line in self._lines.values():
             line.kill()

@@ -1,9 +1,8 @@
 """One member of a consumer group of the in-memory broker.
 
-Owns its copy of the assignment, which may be out of date, and the positions; the group decides in
-`streams/memory/consumer_groups.py`. There are no heartbeats: the last one was sent when the client
-was suspended or cut off, or the broker failed; a session time-out later the member leaves its
-partitions by itself, as a real one does.
+Owns its copy of the assignment and the positions; `streams/memory/consumer_groups.py` decides.
+There are no heartbeats: a session time-out after the client was suspended or cut off, or the broker
+failed, the member leaves its partitions.
 """
 
 from __future__ import annotations

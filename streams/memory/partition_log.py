@@ -1,7 +1,5 @@
-"""One partition of the in-memory broker: its records, and the cursors that read committed ones.
-
-Owns offsets, deletion, compaction and open transactions; has no clients, groups or time.
-"""
+"""One partition of the in-memory broker: offsets, deletion, compaction and open transactions, and
+the cursors that read it."""
 
 from __future__ import annotations
 
@@ -185,11 +183,8 @@ class PartitionLog:
             self.delete_before(self.offset_at(timestamp_ms))
 
     def compact(self, before_ms: int, tombstones_before_ms: int) -> None:
-        """Of the records appended before `before_ms`, keep the last one of each key.
-
-        Tombstones before `tombstones_before_ms` go too. The newest record stays, like an active
-        segment.
-        """
+        """Of the records before `before_ms`, keep the last one of each key; tombstones before
+        `tombstones_before_ms` go too. The newest record stays, like an active segment."""
         last = {r.key: r.offset for r in self.records if r.timestamp < before_ms}
         newest = self.end - 1
         self.records = [

@@ -1,10 +1,9 @@
 """Dead letters: copies of unprocessable records, so that consumers can continue.
 
-A dead letter keeps key and type of the record. Its headers have the `reason`, the original position
-(`origin_topic`, `origin_partition`, `origin_offset`) and the number of attempts (`tries`). Value
-and other headers (`header_…`) may contain prompt text and are kept only on request; otherwise
-`value_bytes` and `value_sha256` replace the value. `unreadable` marks a record that the log could
-not return. Only operators read this topic (`app/audit/dead_letter_retry.py`).
+One keeps key and type of the record, with headers for `reason`, original position and number of
+attempts (`tries`). Value and other headers (`header_…`) may contain prompts and are kept only on
+request; else there are `value_bytes` and `value_sha256`. `unreadable`: the log could not return the
+record.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Decoding of the records of views: malformed ones are counted and skipped.
 
-Malformed are also records of an unknown type, or of one that the topic table does not list. The
-first of a kind is logged with its position. A record that is marked for newer readers
-(`streams/codecs.py`) stops the view, unless the registry has a `Skip` of its position (`kvlane
-topics skip`), which applies to all processes, and to records on the registry itself.
+So are records of an unknown type, or of one that the topic table does not list. A record that is
+marked for newer readers stops the view, unless the registry has a `Skip` of its position (`kvlane
+topics skip`).
 """
 
 from __future__ import annotations

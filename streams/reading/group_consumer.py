@@ -1,20 +1,14 @@
 """A group consumer with at-least-once processing: ownership, completion, commits.
 
-Each owned partition has a `PartitionClaim`, from its assignment to its revocation. Records are
-delivered in offset order, once per claim, and the handler calls `mark_done` when the effect of a
-record is acknowledged. The low-water mark is committed: the lowest offset that is not done. So the
-next owner gets every record whose effect may be missing, and some whose effect exists.
+Each owned partition has a `PartitionClaim`. Records are delivered in offset order, once per claim,
+and the handler calls `mark_done` when the effect of one is acknowledged. The low-water mark is
+committed, the lowest offset that is not done: the next owner gets every record whose effect may be
+missing. Ownership is no lock: a member that has not noticed a reassignment works beside the owner.
 
-Records that are malformed, of a type that the topic table does not list, or rejected by the handler
-go to dead-letters, and are done with its acknowledgement. For a malformed record whose key can be a
-request id the handler gets a `Refused`, which has to be done, too.
-
-The number of delivered, unfinished records is not bounded here: a Cancel must not wait behind a
-full queue. The handler (`RecordHandler`) bounds the queued requests, and pauses a partition only
-while it can answer no record of it.
-
-`GroupMembership` assigns partitions without reads or commits. Ownership is no lock: a member that
-has not noticed a reassignment may work beside the new owner.
+Malformed or rejected records go to dead-letters, and are done with its acknowledgement. If the key
+of a malformed one can be a request id, the handler gets a `Refused`. The number of unfinished
+records is not bounded here, since a Cancel must not wait behind a full queue: the handler bounds
+the queued requests, and pauses a partition only while it can answer no record of it.
 """
 
 from __future__ import annotations
@@ -83,11 +77,8 @@ DEAD_LETTER_BATCH = 50
 
 
 class PartitionClaim:
-    """One partition from its assignment to its revocation, with the records that are done.
-
-    `start`: the first offset to deliver. `is_lost`: after the revocation. `is_paused`: nothing is
-    delivered.
-    """
+    """A partition from its assignment to its revocation, with the records that are done. `start`:
+    the first offset to deliver. `is_lost`: it was revoked. `is_paused`: nothing is delivered."""
 
     __slots__ = (
         "_delivered",
@@ -160,11 +151,8 @@ class PartitionClaim:
 
 
 class OffsetCommits:
-    """The commits of one member: the low-water marks of its claims, never lower than before.
-
-    A commit follows within `every_s` of a `mark_done`; a failed one is retried with the next. No
-    mark of a lost claim is committed: its next owner may be ahead.
-    """
+    """The commits of one member: low-water marks, never lower than before, within `every_s` of a
+    `mark_done`. None of a lost claim is committed: its next owner may be ahead."""
 
     def __init__(
         self, topic: str, claims: Mapping[int, PartitionClaim], clock: Clock, every_s: float = 0.2

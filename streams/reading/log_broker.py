@@ -1,15 +1,11 @@
 """A FastStream broker over a `Log`: members of its groups read, its producer appends.
 
-    subscribe   Member.poll ──► middlewares ──► handler
-    append      middlewares ──► Log.append
+    subscribe  Member.poll ──► middlewares ──► handler
+    append     middlewares ──► Log.append
 
-FastStream runs the loop around each handler and describes the topics; groups, positions and
-connections are the log's, so handlers run over the in-memory twin as well. FastStream's own
-consumers log a refusal of the broker or a corrupt batch and poll again with moved positions, wait
-for a rebalance without end, and jump silently from a position outside of the log.
-
-A batch is handed out as soon as there are records, without `batch_timeout_ms`. An error of a
-handler or middleware, which FastStream logs and forgets, ends `run`.
+Groups, positions and connections are the log's, so handlers run in memory too; FastStream's own
+consumers jump silently from a position outside of the log. A batch is handed out as soon as there
+are records. An error of a handler or middleware, which FastStream logs and forgets, ends `run`.
 """
 
 from __future__ import annotations

@@ -39,11 +39,12 @@ async def read_range(
     progress: Progress = lambda _done, _total: None,
     keys: Container[bytes | None] | None = None,
 ) -> AsyncGenerator[RecordBatch, None]:
-    """The records of each partition from its start to before its end, as far as they are kept.
+    """The records of each partition from its start to before its end, as far as they are kept; with
+    `keys` only those.
 
-    `keys`: only records with one of these. Other tasks run after every `batch_size` records. Close
-    it (`aclosing`) when leaving it early. Raises PositionLost; TimeoutError after `timeout_s`;
-    without that, BrokerUnavailable after NO_DATA_TIMEOUT_S without progress.
+    Other tasks run after every `batch_size` records. Close it (`aclosing`). Raises PositionLost;
+    TimeoutError after `timeout_s`, or without it BrokerUnavailable after NO_DATA_TIMEOUT_S without
+    progress.
     """
     left = {source: start for source, start in starts.items() if start < ends[source]}
     total, done = sum(ends[source] - start for source, start in left.items()), 0

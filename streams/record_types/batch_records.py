@@ -1,11 +1,8 @@
 """Records of the Files and Batch API on the compacted topic `batch-jobs`, keyed by file or job.
 
-Gateways write the cards of uploads, new jobs and cancels; the owner of a job writes all that
-follows. The content of files is on `file-parts` (`streams/codecs.py`).
-
 Of two records of a job the one with the higher `fence` counts, then the one with more `writes`.
-Compaction keeps the last record of a key, so the partition's owner repeats the one that counts if
-another one is behind it (`app/batches/batch_log.py`). A removed key is never used again.
+Compaction keeps the last, so the owner repeats the one that counts (`app/batches/batch_log.py`).
+The content of files is on `file-parts` (`streams/codecs.py`). A removed key is never used again.
 """
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
@@ -30,10 +27,8 @@ ENDED: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "ca
 
 
 class FileCard(InternalRecord, frozen=True):
-    """A complete file. Key `file/<id>`. A tombstone deletes it.
-
-    Its parts are on one partition of `file-parts`, from offset `first` to before `end`.
-    """
+    """A complete file. Key `file/<id>`. Its parts are on one partition of `file-parts`, from offset
+    `first` to before `end`. A tombstone deletes it."""
 
     id: str
     purpose: FilePurpose
@@ -57,16 +52,15 @@ class BatchError(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, 
 
 
 class BatchJob(InternalRecord, frozen=True):
-    """A batch job. Key `batch/<id>`.
+    """A batch job. Key `batch/<id>`. Times in seconds since 1970; 0: not reached.
 
-    Times in seconds since 1970; 0: not reached. `fence`: offset, in the job's partition of
-    `file-parts`, of the record by which its owner began to write; -1 before. `outputs_from`: offset
-    of the first such record. `results_from`: offset by partition of `results` before the first
-    prompt. `lines`: of the input; `published`: all lines up to it are prompts on `batch` or have an
-    output. `ending`: its status at the end, set once prompts are withdrawn. `cache_salt`: that of
-    its tenant. `window_s`: length of the completion window. `writes`: number of the record among
-    those of the job. `attempts`: runs since the last progress. `most_open`: limit of its tenant:
-    the job exists if fewer jobs of the tenant are open before it in its partition; 0: no limit.
+    `fence`: offset, in the job's partition of `file-parts`, by which its owner began to write; -1
+    before. `outputs_from`: of the first such record. `results_from`: offset by partition of
+    `results` before the first prompt. `lines`: of the input; `published`: all lines up to it are
+    prompts or have an output. `ending`: its status at the end, set once prompts are withdrawn.
+    `cache_salt`: of its tenant. `window_s`: completion window. `writes`: number of the record.
+    `attempts`: runs since the last progress. `most_open`: the job exists if fewer of its tenant are
+    open before it in its partition; 0: no limit.
     """
 
     id: str

@@ -24,15 +24,14 @@ of `record_candidates` in app/routing/selection/cost_kernels.py."""
 class Candidate(InternalRecord, frozen=True, kw_only=False):
     """A candidate worker with the inputs of its cost, so that the cost can be recomputed.
 
-    The fields from `prompt_tokens` on are inputs of policy predictive. `prompt_tokens`: of the open
-    runs. `prefill_runs`: those without a first token; `busy_ms`: how long the worker has been at
-    their prompts. `ahead_ms`: prefill, computed alone, of each request that waited in the router to
-    go there, by arrival; of more than 16 `planned_ms` instead: the wait for all. Then its pace, see
-    `EngineProfile` (app/routing/state/performance.py); without a `curve` it is the published one.
+    From `prompt_tokens` on inputs of policy predictive. `prompt_tokens`: of the open runs.
+    `prefill_runs`: without a first token; `busy_ms`: how long the worker has been at their prompts.
+    `ahead_ms`: prefill of each request that waited in the router to go there; of more than 16
+    `planned_ms`: the sum. Then its pace (`EngineProfile`); without `curve` the published one.
     `later_ms`: by how much later than others the router counted on it. `prefill_share`: of its time
-    lately. `batch_ms`: the delay by its batch runs. `joining_tokens`, `joining_runs`: the part of
-    `prefill_tokens` and `prefill_runs` after the last first token there, `joining_ms` ago in the
-    mean. `shares_steps`: whether prompts were expected to share a step.
+    lately. `batch_ms`: delay by its batch runs. `joining_tokens`, `joining_runs`: those after the
+    last first token there, `joining_ms` ago in the mean. `shares_steps`: whether prompts were
+    expected to share a step.
     """
 
     worker: str
@@ -72,12 +71,12 @@ NO_JOINING: tuple[int, int, int] = Candidate.__struct_defaults__[-4:-1]
 
 
 class CandidateRows(InternalRecord, frozen=True):
-    """The candidates of a decision, with the least cost first; the chosen one may be the last.
+    """The candidates of a decision, the least cost first; the chosen one may be the last.
 
     `is_timed`: with the inputs of policy predictive. `rows`: a `TIMED_ROW` for each of `places`, or
-    a `ROW`. `curves`, `taint_weights`: by candidate, or empty. `ahead_ms`, `planned_ms`: by the
-    position of a candidate that has them. `shares_steps`: of all. `joining_rows`: a `JOINING_ROW`
-    for each, or empty. Another number of rows, curves or weights than of places is malformed.
+    a `ROW`. `curves`, `taint_weights`, `joining_rows` (`JOINING_ROW`): by candidate, or empty;
+    another number is malformed. `ahead_ms`, `planned_ms`: by the position of a candidate.
+    `shares_steps`: of all.
     """
 
     places: tuple[Place, ...] = ()

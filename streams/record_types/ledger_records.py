@@ -32,10 +32,8 @@ class Cancel(InternalRecord, frozen=True):
 
 
 class Refused(InternalRecord, frozen=True):
-    """A preprocessor rejected a prompt; the lane's owner ends the request visibly.
-
-    `queued_ms`: append time of the prompt in its topic; 0: unknown.
-    """
+    """A preprocessor rejected a prompt; the lane's owner ends the request. `queued_ms`: append time
+    of the prompt; 0: unknown."""
 
     id: str
     code: EndCode
@@ -51,11 +49,9 @@ class RequestOffset(InternalRecord, frozen=True):
 
 
 class HandOverChoice(InternalRecord, frozen=True):
-    """The choice between a whole request and a hand-over, with the best worker for each part.
-
-    Handed over if `prefill` and `decode` cost less than `whole`. `params`: as in `Assigned`, with
-    the time of the transfer. Decode is decided again when the prompt is computed.
-    """
+    """The choice between a whole request and a hand-over: if `prefill` and `decode` cost less than
+    `whole`. `params`: as in `Assigned`, with the time of the transfer. Decode is decided again
+    later."""
 
     whole: Candidate
     prefill: Candidate
@@ -64,10 +60,8 @@ class HandOverChoice(InternalRecord, frozen=True):
 
 
 class SessionUse(InternalRecord, frozen=True):
-    """The use of a session by a request. `timeout_s`: idle time after which the session expires.
-
-    `closes`: the session ends with this request. `bound_*`: its previous worker, if it applied.
-    """
+    """The use of a session by a request. `timeout_s`: idle time after which it expires. `closes`:
+    it ends with this request. `bound_*`: its previous worker."""
 
     id: str
     timeout_s: int = 300
@@ -95,16 +89,14 @@ class RunRecord(InternalRecord, frozen=True):
 class Assigned(RunRecord, frozen=True):
     """The decision: this run of the request goes to this worker.
 
-    `prefill_tokens`: its part of the worker's prefill until it is done. `params`: the policy's
-    settings in force. `candidate_rows`: the best candidates, and the chosen one; earlier versions
-    and captures have them in `listed`; `candidates` reads both. `held_ms`: how long the request had
-    waited in the router, `ttft_ms_predicted`: the predicted time to its first token,
-    `itl_ms_predicted`: between its tokens; by policy predictive. `known_ms`: append time of the
+    `prefill_tokens`: its part of the worker's prefill. `params`: the policy's settings.
+    `candidate_rows`: the best candidates and the chosen one; of earlier versions in `listed`
+    (`candidates` reads both). `held_ms`: how long the request had waited in the router;
+    `ttft_ms_predicted`, `itl_ms_predicted`: by policy predictive. `known_ms`: append time of the
     youngest ledger record that its router had read. `choice`: whether to hand over, where costs
-    decided. `is_preemptible`: whether a run of class batch gives way; not if no other run could
-    continue its answer. `is_prompt`: whether the request came from Kafka, so that copies of it may
-    come for days. `prefix_marks`: keys of blocks of its prompt, 8 bytes each, little endian, at
-    depths that all routers have.
+    decided. `is_preemptible`: whether a batch run gives way. `is_prompt`: the request came from
+    Kafka, so copies may come for days. `prefix_marks`: keys of blocks of its prompt, 8 bytes each,
+    little endian, at depths that all routers have.
     """
 
     origin: RequestOffset
@@ -177,11 +169,8 @@ class Started(RunRecord, frozen=True):
 
 @final
 class PrefillDone(RunRecord, frozen=True):
-    """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
-
-    `handoff`: the engine's own, opaque. `lease_until_ms`: broker time until which the engine holds
-    the blocks at least; 0 if unknown.
-    """
+    """The prompt is computed; for phase prefill `handoff` (opaque) lets a decode worker fetch it.
+    `lease_until_ms`: broker time until which the engine holds the blocks; 0: unknown."""
 
     run: int
     cached_tokens: int = 0
@@ -193,11 +182,9 @@ class PrefillDone(RunRecord, frozen=True):
 
 @final
 class Finished(RunRecord, frozen=True):
-    """The run is over. Sent after the acknowledgement of its last Chunk.
-
-    `message`: of its error, for operators; `reason`: for clients. `stalled`: its engine made no
-    step while it had the run, which has no token.
-    """
+    """The run is over; sent after its last Chunk is acknowledged. `message`: of its error, for
+    operators; `reason`: for clients. `stalled`: its engine made no step, and the run has no
+    token."""
 
     code: RunCode
     run: int = 0
@@ -213,11 +200,8 @@ class Finished(RunRecord, frozen=True):
 
 @final
 class Fencing(InternalRecord, frozen=True):
-    """The owner intends to start `attempt`; acknowledged before the Fence is sent.
-
-    `origin`: with reason renewed, the new place of the request, with the answer before `attempt`;
-    from then on these three fields count, unless the attempt has a run.
-    """
+    """The owner intends to start `attempt`; acknowledged before the Fence is sent. `origin`: with
+    reason renewed, the new place of the request, with the answer before `attempt`."""
 
     id: str
     attempt: int
@@ -229,10 +213,8 @@ class Fencing(InternalRecord, frozen=True):
 
 @final
 class Ended(InternalRecord, frozen=True):
-    """The request is over. Its last record: no further action is due.
-
-    `is_prompt`: as in `Assigned`, for one that may have none.
-    """
+    """The request is over: no further action is due. `is_prompt`: as in `Assigned`, for one that
+    may have none."""
 
     id: str
     code: EndCode | Literal["seen"]
@@ -243,8 +225,8 @@ class EndedIds(InternalRecord, frozen=True):
     """Ids of prompts that have ended in a lane. Key: the lane; on `ended-ids`.
 
     With the records before it, it has those that end below offset `until` of the lane's ledger.
-    `digests`: 8 bytes an id; `ended_s`: u32 each, since 1970; both little endian. `restarts`: the
-    ledger was made anew, and offsets before count no more.
+    `digests`: 8 bytes an id; `ended_s`: u32 each, since 1970; little endian. `restarts`: earlier
+    offsets count no more.
     """
 
     lane: int

@@ -20,14 +20,13 @@ LOGPROBS_FEATURE = "logprobs"
 class EngineConfig(InternalRecord, frozen=True):
     """The properties that an engine advertises; None: not advertised.
 
-    `curve`: the time of its steps, see `numbers` in app/perf_curves.py. `lora_names`: its adapters;
-    `max_loras` above 0: it loads others on demand. `data_parallel_size`: its ranks, each with a
-    cache. Without `gives_tokens` it gives text only, and no other run can continue its answers;
-    with `guesses_cache` its cache events are a guess. `unsupported`: features that it would ignore
-    (`guided_decoding`, `logprobs`); requests for them are refused. `transfer_lease_s`: how long it
-    holds the blocks of a prompt for another engine; None: no hand-overs.
-    `transfer_bytes_per_token`: size of these blocks. `continues_guided`: it continues answers with
-    guided decoding in their middle.
+    `curve`: the time of its steps (`numbers` in app/perf_curves.py). `lora_names`: its adapters;
+    `max_loras` above 0: others are loaded on demand. `data_parallel_size`: its ranks. Without
+    `gives_tokens` no other run can continue its answers; with `guesses_cache` its cache events are
+    a guess. `unsupported`: features for which requests are refused (`guided_decoding`, `logprobs`).
+    `transfer_lease_s`: how long it holds blocks for another engine; None: no hand-overs.
+    `transfer_bytes_per_token`: their size. `continues_guided`: it continues answers with guided
+    decoding.
     """
 
     model: str
@@ -55,12 +54,11 @@ class EngineConfig(InternalRecord, frozen=True):
 class WorkerCard(InternalRecord, frozen=True):
     """The registration of a worker. Key `worker/<id>`.
 
-    The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
-    Later cards of that life repeat it. `life`: random, different for each process of one name.
-    `busy_cache` (share of its cache, 0 to 1), `busy_prefill_tokens` (prompt tokens to be computed
-    on a rank): above them it gets no new work; None: no bound. `versions`: of kvlane and its
-    engine, for people. `max_runs`: its bound of open runs. `parser_version`: of its parsers of tool
-    calls and reasoning; 0: none.
+    The first card of a life has no epoch: its offset *is* the epoch, unique and rising. Later cards
+    of that life repeat it. `life`: random, by process. `busy_cache` (share of its cache, 0 to 1),
+    `busy_prefill_tokens` (on a rank): above them it gets no new work; None: no bound. `versions`:
+    for people. `max_runs`: bound of open runs. `parser_version`: of tool calls and reasoning; 0:
+    none.
     """
 
     id: str
@@ -90,8 +88,8 @@ class ModelCard(InternalRecord, frozen=True):
     """A model that clients may ask for. Key `model/<name>`.
 
     `special_tokens`: names for templates (bos_token, eos_token …). `checksum`: over everything but
-    name and checksum; equal sums are interchangeable models. `served_as`: its name at servers that
-    get bodies unchanged. `tool_parser`, `reasoning_parser`: as in the settings; "" for auto.
+    name and checksum. `served_as`: its name at servers that get bodies unchanged. `tool_parser`,
+    `reasoning_parser`: as in the settings; "" for auto.
     """
 
     name: str
@@ -132,10 +130,8 @@ class Deployment(InternalRecord, frozen=True):
 
 
 class Skip(InternalRecord, frozen=True):
-    """A record that readers skip. Key `skip/<topic>/<partition>/<offset>`.
-
-    Counts for records that are marked for newer readers only (`streams/reading/decoding.py`).
-    """
+    """A record that readers skip, if it is marked for newer ones. Key
+    `skip/<topic>/<partition>/<offset>`."""
 
     topic: str
     partition: int

@@ -16,13 +16,13 @@ WorkerState = Literal["ready", "draining", "unhealthy"]
 
 
 class Assignment(InternalRecord, frozen=True):
-    """Run this. `taken`: tokens the reader has (u32, little endian), to continue from, with
-    `taken_chars` of text and `taken_data_chars` in the strings of `Chunk.data`; -1: unknown.
-    `taken_data`: only for earlier versions.
+    """Run this.
 
-    `handoff_until_ms`: in phase decode, when the blocks of its prefill may be gone: past it the
-    worker refuses the run; 0: never. With `Request.bootstrap_info`, in both phases, also the time
-    until which the run may wait for their transfer.
+    `taken`: tokens the reader has (u32, little endian), to continue from, with `taken_chars` of
+    text and `taken_data_chars` in the strings of `Chunk.data`; -1: unknown. `taken_data`: only for
+    earlier versions. `handoff_until_ms`: in phase decode, when the blocks of its prefill may be
+    gone, 0: never; with `Request.bootstrap_info` the time until which the run may wait for their
+    transfer. Past it the worker refuses the run.
     """
 
     worker: str
@@ -63,10 +63,10 @@ class Lost(InternalRecord, frozen=True):
 
 
 class Blocks(InternalRecord, frozen=True):
-    """Cache changes of one worker, as columns: one row per event, keys of all rows end to end.
+    """Cache changes of one worker, as columns: a row per event, keys of all rows end to end.
 
     kinds u8 (0 stored, 1 removed, 2 cleared), tiers u8, positions u32 (of the first block), counts
-    u32, keys u64; all little endian. stored: `count` keys at consecutive positions.
+    u32, keys u64; little endian. stored: `count` keys at consecutive positions.
     """
 
     worker: str
@@ -104,11 +104,9 @@ class EngineStats(InternalRecord, frozen=True):
 
 
 class Heartbeat(InternalRecord, frozen=True):
-    """The worker is alive; `slot_offset` is the next offset of its assignments that it will read.
-
-    `last_event_ids`: for each rank the last cache event of this epoch before this record in the
-    log, -1 for none. `waiting` counts runs outside the engine, `engine` those inside.
-    """
+    """The worker is alive. `slot_offset`: the next offset of its assignments. `last_event_ids`: by
+    rank the last cache event of this epoch, -1: none. `waiting`: runs outside the engine, `engine`:
+    inside."""
 
     worker: str
     epoch: int
@@ -128,10 +126,8 @@ class Probe(InternalRecord, frozen=True):
 
 
 class ReportedWaits(InternalRecord, frozen=True):
-    """The requests that have waited longest in a router: `requests` has for each its id, the broker
-    time since when, and the position of its reason in `reasons`. `left_out`: how many more wait.
-    A position without a reason is malformed.
-    """
+    """The requests that have waited longest in a router: id, broker time since when, position of
+    the reason in `reasons` (none is malformed). `left_out`: how many more wait."""
 
     reasons: tuple[str, ...] = ()
     requests: tuple[tuple[str, int, int], ...] = ()
@@ -145,9 +141,8 @@ class ReportedWaits(InternalRecord, frozen=True):
 class RouterCapacity(InternalRecord, frozen=True):
     """Remaining capacity of a router: requests, and tokens and bytes of their prompts.
 
-    `positions`: its lanes, each with the offset up to which it had read `requests`; later records
-    are not counted. `batch_requests`: its room for class batch, not in the other figures. `waits`:
-    None in most records, as they are reported more seldom.
+    `positions`: its lanes, each with the offset up to which it had read `requests`.
+    `batch_requests`: its room for class batch, apart. `waits`: None in most records.
     """
 
     router: str
@@ -160,10 +155,9 @@ class RouterCapacity(InternalRecord, frozen=True):
 
 
 class LimitClaims(InternalRecord, frozen=True):
-    """What a gateway holds of the limits of some tenants, and what it wants to hold, by tenant: of
-    requests, readers, tokens, requests a minute and tokens a minute. `number` rises with each
-    record of the gateway; a record with a lower one than another before it has no effect.
-    """
+    """A gateway's shares of the limits of some tenants, held and wanted: requests, readers, tokens,
+    requests a minute, tokens a minute. `number` rises with each record; a lower one has no
+    effect."""
 
     gateway: str
     number: int

@@ -1,16 +1,12 @@
 """Readers of lanes of `responses`: the live one, and the catch-up reader for earlier beginnings.
 
-The live reader has new records of lanes with awaited replies, and of pinned lanes; it never seeks
-back.
+The live reader has lanes with awaited replies, and pinned ones; it never seeks back.
 
     catch_up ──► queue of lanes ──► pass: from the lowest start up to the live position ──► live
 
-A pass reads one lane once, with its own reader, for all replies that waited for it or join it
-before it passes their start. Starts far back have separate passes, so that a reply of the last
-minute does not wait for an hour of the lane.
-
-Bounds: MAX_PASSES concurrent passes, MAX_FAR_PASSES of them far back; the caller bounds the waiting
-replies. Changed replies go to `settle`.
+A pass reads one lane once for all replies that wait for it or join it before it passes their start.
+Starts far back have separate passes, so that a reply of the last minute does not wait for them.
+MAX_PASSES run at once; the caller bounds the waiting replies.
 """
 
 from __future__ import annotations

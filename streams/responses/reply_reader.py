@@ -1,11 +1,8 @@
-"""The reader of `responses` for all replies of one client.
+"""The reader of `responses` for all replies of one client, in no group.
 
-The *live* reader (`streams/responses/reply_lanes.py`) tails the lanes with awaited replies and the
-pinned ones (`pin`). A reply that begins earlier is fed by passes over its lane
-(`streams/responses/reply_lanes.py`) until it has caught up, so it does not delay the others.
-
-Owns the start of each reply and the choice of its reader; text is decided in
-`streams/responses/reply_stream.py`. Belongs to no group.
+Owns the start of each reply and the choice of its reader (`streams/responses/reply_lanes.py`):
+live, or a pass over its lane until the reply has caught up. `streams/responses/reply_stream.py`
+decides the text.
 """
 
 from __future__ import annotations
@@ -34,9 +31,8 @@ IDLE_LANE_TTL_S = 60.0
 for a new reading position, which costs up to a pending fetch."""
 
 CLOCK_MARGIN_MS = 300_000
-"""Lead of the clock that an id was made with over the broker's, as a rule. A reply of an id from a
-faster clock is read from the oldest record if its first record is not the beginning or an End, or
-if there is none."""
+"""Lead of the clock that an id was made with over the broker's, as a rule. A reply that seems to
+begin otherwise is read from the oldest record."""
 
 LOOK_BACK_S = 30.0
 """A reply without a record is looked for before the time of its id after this long at most: most
@@ -146,10 +142,9 @@ class ReplyReader:
         """A reply from the first record of the request; it fails with PositionLost if that is gone.
 
         `begun`: part of it was visible before. `may_begin_s`: for how long from now it may still
-        begin. If the log was read to its end without a record of a request that has begun, or after
-        that time, the reply fails: with PositionLost if the log has lost records, else NotFound.
-        `after`: a position from which the caller needs the rest (`Reply`). Raises
-        BrokerUnavailable, or the error that ended reading.
+        begin; after that, without a record, it fails with PositionLost if the log has lost records,
+        else NotFound. `after`: see `Reply`. Raises BrokerUnavailable, or the error that ended
+        reading.
         """
         self._check()
         number = lane_of(request_id, self._lanes)
@@ -190,11 +185,8 @@ class ReplyReader:
         return self._live.lanes.get(number) or self._live.open_lane(number, end)
 
     async def _beginning(self, request_id: str, number: int) -> OffsetRange:
-        """The offsets at which to search for the first record of a request.
-
-        The oldest offset for an id without a time, or with one that the lane has not reached: such
-        a lane has little to read.
-        """
+        """The offsets at which to search for the first record of a request: the oldest one for an
+        id without a time, or with one that the lane has not reached."""
         oldest = (await self._log.start_offsets(RESPONSES, [number]))[number]
         end = (await self._log.end_offsets(RESPONSES, [number]))[number]
         if (drawn_ms := issued_ms(request_id)) is not None:
@@ -247,12 +239,9 @@ class ReplyReader:
             self._seek_beginning(number, reply)
 
     async def _judge_end(self, number: int, reply: Reply, bare: UnconfirmedEnd) -> None:
-        """An End is the first record of a request: decide whether there was text before it.
-
-        `begun`: the caller has seen some. Otherwise there was none if the reply was read from the
-        first offset at which the request can have run, or if the deleted records are older than the
-        id.
-        """
+        """An End is the first record of a request: decide whether there was text before it. There
+        was none if the reply was read from the first possible offset, or the deleted records are
+        older than the id."""
         assert reply.attached is not None, "only an attached reply may be truncated"
         oldest, begun, is_later = reply.attached
         if reply.start == 0 or bare.end.code in REJECTED_BEFORE_START:

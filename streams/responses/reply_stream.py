@@ -1,8 +1,7 @@
 """The reply stream of one request, between the reader and the task that consumes it.
 
-A `Reply` applies the stream reconstruction rule to the records that it is fed and buffers the
-visible pieces until they are taken. While the task waits, its sink may take each piece in the
-reader's call, without a switch of tasks. It never blocks its reader.
+A `Reply` applies the stream reconstruction rule and buffers the visible pieces. While the task
+waits, its sink may take each piece in the reader's call. It never blocks its reader.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ class Reply:
     """The visible pieces of one request, from the offset `start` on: Chunks, and the End.
 
     Merged Chunks have the `index` of the first and all other fields of the last: for display, not
-    for a `Transcript`. A merged Chunk ends where one of the log ends, never contains the position
-    that its reader resumes after, and has tokens in all its parts or in none
-    (`streams/responses/transcript.py`).
+    for a `Transcript`. One never contains the position that its reader resumes after, and has
+    tokens in all its parts or in none.
     """
 
     def __init__(
@@ -75,11 +73,9 @@ class Reply:
         attached: AttachPoint | None = None,
         after: int = 0,
     ) -> None:
-        """`doubts`: the beginning may have been deleted from the log (see `unconfirmed_end`).
-
-        `after`: the position that the reader has; Chunks up to it are left out, except the last of
-        the answer, and `rest_after` cuts the others.
-        """
+        """`doubts`: the beginning may have been deleted (see `unconfirmed_end`). `after`: the
+        position that the reader has; Chunks up to it are left out, and `rest_after` cuts the
+        others."""
         self.request_id = request_id
         self.lane = lane
         """Kept, since a lane is found by a hash in Python."""
@@ -245,11 +241,8 @@ class Reply:
     async def next_pieces(
         self, timeout_s: float | None, sink: PieceSink | None = None
     ) -> list[Chunk | End]:
-        """Take all buffered pieces, at least one; otherwise as `next_piece`.
-
-        `sink` gets the pieces that arrive while this waits, in order. The first that it leaves ends
-        the wait, and so does the time limit. Its error fails the reply.
-        """
+        """Take all buffered pieces, at least one; otherwise as `next_piece`. `sink` gets the pieces
+        that arrive meanwhile; the first that it leaves ends the wait. Its error fails the reply."""
         if not self._pieces:
             await self._awaited(timeout_s, sink)
         pieces = list(self._pieces)

@@ -39,10 +39,8 @@ class Transcript:
     """The visible answer of one request. Feed it the records of that request only.
 
     `keep=False`: tokens and text are counted, not stored. `until_attempt`: the answer that was
-    visible when that attempt began; records after the first Fence of it, or of a higher one, do not
-    count (`is_closed`), so all routers that fence an attempt continue from the same token.
-    `shown_piece`: the answer before its attempt, if the records of that are not fed
-    (`Request.shown`).
+    visible when that attempt began (then `is_closed`), the same for all routers that fence it.
+    `shown_piece`: the answer before its attempt, if its records are not fed (`Request.shown`).
     """
 
     __slots__ = (
@@ -148,10 +146,8 @@ class Transcript:
             self.usage = chunk.usage
 
     def apply_unreadable(self, place: RecordPlace, reason: str) -> End | None:
-        """Apply a record that cannot be decoded; returns the End that becomes visible, if any.
-
-        `reason` names the record. One of an unknown place matters only if a Chunk is missing later.
-        """
+        """Apply a record that cannot be decoded, named by `reason`; returns the End that becomes
+        visible, if any. One of an unknown place matters only if a Chunk is missing later."""
         if self.is_over or self.is_closed:
             return None
         if isinstance(place, Fence):

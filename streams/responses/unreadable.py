@@ -1,8 +1,8 @@
 """Records of a reply that cannot be decoded, and their places in it.
 
-If it is the next Chunk of its run, the reply ends with the code `unreadable`, for all readers
-alike; the reader makes the End, it is not in the log. A record whose place cannot be read ends
-nothing, unless the shown run turns out to lack a Chunk (`Transcript.apply_unreadable`).
+In the place of the next Chunk of its run, one ends the reply with the code `unreadable` for all
+readers alike; this End is not in the log. A record of unknown place ends nothing, unless the shown
+run lacks a Chunk.
 """
 
 from __future__ import annotations

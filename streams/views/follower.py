@@ -1,15 +1,11 @@
 """The follower of a materialized view: one loop that keeps any view up to date with the log.
 
-A `Follower` restores a `MaterializedView` from a snapshot if there is one, replays up to the end
-offsets that it read before its first poll (it is *caught up* then), and continues with new records.
-Far from the ends it has a reader of its own; near them it may subscribe to the shared reader of the
-process (`streams/views/tail_reader.py`). State and position of a partition change in one step,
-`MaterializedView.apply`; tasks may wait for an offset (`OffsetWaiters`).
-
-A position covers every offset below it: applied, skipped as malformed
-(`streams/reading/decoding.py`) or deleted. A record for newer readers ends the follower. If the log
-no longer has a position, the state of that partition is dropped and rebuilt. It commits nothing,
-and never writes.
+It restores a snapshot if there is one, replays up to the end offsets at its start (*caught up*),
+and continues; near the ends it may subscribe to the shared reader (`streams/views/tail_reader.py`).
+State and position of a partition change in one step, `MaterializedView.apply`. A position covers
+every offset below it: applied, skipped as malformed or deleted. A record for newer readers ends the
+follower. If the log no longer has a position, the state of that partition is rebuilt. It never
+writes.
 """
 
 from __future__ import annotations
@@ -108,10 +104,9 @@ OnApplied = Callable[[Partition, Sequence[LogRecord]], None]
 class Follower:
     """Keeps a view up to date with `sources`: topics (all their partitions) or single partitions.
 
-    `on_applied` is called after each step; it must not block. `caught_up` becomes true at the end
-    offsets seen at the start, and false while a partition is rebuilt. `applied` and `malformed`
-    count records; `rebuilds` and `restored` partitions that were rebuilt, and restored from
-    snapshots.
+    `on_applied` is called after each step; it must not block. `caught_up`: false again while a
+    partition is rebuilt. `applied` and `malformed` count records; `rebuilds` and `restored`
+    partitions.
     """
 
     def __init__(
@@ -154,11 +149,8 @@ class Follower:
             await self._barriers.wait(None, 1)
 
     async def wait_for(self, source: Partition, offset: int) -> None:
-        """Wait until everything below `offset` is applied; the caller sets the deadline.
-
-        Raises the error that ended the follower, LogClosed if it was stopped; ValueError for a
-        partition that is not followed.
-        """
+        """Wait until everything below `offset` is applied. Raises the error that ended the
+        follower, LogClosed if it was stopped, ValueError for a partition that is not followed."""
         if self.sources and source not in self._followed:
             raise ValueError(
                 f"{self._view.name} does not follow {source.topic}[{source.partition}]"
@@ -188,11 +180,8 @@ class Follower:
         return sum(max(0, end - (position(s) or 0)) for s, end in self._behind.items())
 
     async def run(self) -> None:
-        """Restore, replay, then follow the log until cancelled. To be called once.
-
-        Raises NewerRecord, TopicMismatch, AccessDenied, and the errors of the view and of
-        `on_applied`.
-        """
+        """Restore, replay, then follow the log until cancelled. Raises NewerRecord, TopicMismatch,
+        AccessDenied, and errors of the view and of `on_applied`."""
         reason: Exception = LogClosed(f"following for {self._view.name} was stopped")
         try:
             await retry_while_unavailable(self._clock, self._find_sources)

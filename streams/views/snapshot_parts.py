@@ -1,8 +1,6 @@
-"""The format of a snapshot: the records that its parts are stored in.
-
-Part 0 is the header, which identifies the state; the others are compressed slices of it. Headers of
-each record hold its number and the checksum over all, which distinguishes two snapshots.
-"""
+"""The records of a snapshot: part 0 is the header, which identifies the state, the others
+compressed slices. Their headers hold number and checksum over all, which distinguishes two
+snapshots."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The store of snapshots of views, which spare a new process reading the whole log.
 
-The records of a snapshot are on one partition of `snapshots`; when all are acknowledged, a
+When all records of a snapshot are acknowledged, on one partition of `snapshots`, a
 `SnapshotPointer` in the registry points to the first. A reader uses the newest pointer whose
-snapshot is complete, of this format, view and partition, with the checksum of the pointer, and with
-the expected state hash after restoring; otherwise an older one, or the log itself, with a warning.
+snapshot is complete, with its checksum and, after restoring, the expected state hash; else the log
+itself, with a warning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Snapshot writer: decides which replica writes the snapshots of a view, and when.
 
-A consumer group, through which nothing is read or committed, assigns the partitions of a topic to
-the replicas of a view. Ownership is not a lock: two snapshots beside each other are both complete,
-and either may be the newest. One that is unfinished when its partition is revoked gets no pointer,
-so no reader uses it.
+A consumer group assigns partitions to replicas; nothing is read or committed through it. Ownership
+is no lock: of two complete snapshots either may be the newest. An unfinished one of a revoked
+partition gets no pointer.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class SnapshotWriter:
     time.
 
     Due when the partition has advanced and the newest snapshot is `interval_s` old, missing, or
-    MAX_RECORDS_BEHIND behind. `join_group` and `run` must both be running. `bytes`: sizes before
-    compression; `last_duration_s`: from capture to pointer.
+    MAX_RECORDS_BEHIND behind. Both `join_group` and `run` must be running. `bytes`: before
+    compression.
     """
 
     def __init__(

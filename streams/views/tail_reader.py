@@ -1,11 +1,8 @@
 """The reader that the views of one process share once they are near the ends of their partitions.
 
-It reads every partition once, decodes each record once, and puts the batches into the queue of each
-subscriber. It starts at the lowest position; subscribers ahead skip what they have applied.
-
-A queue is bounded. A subscriber that falls behind loses its subscription, not its place: it reads
-alone (`streams/views/follower.py`), and joins again near the end. So a slow view never holds up
-another one.
+It reads and decodes every record once, from the lowest position, into a bounded queue of each
+subscriber. One that falls behind loses its subscription, not its place: it reads alone, and joins
+again near the end. So a slow view never holds up another one.
 """
 
 from __future__ import annotations

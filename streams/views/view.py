@@ -1,9 +1,5 @@
-"""Materialized views: state computed from the records of some partitions, and from nothing else.
-
-Kept up to date by `streams/views/follower.py`, saved and restored by
-`streams/views/snapshot_store.py`. A view never reads the log, never waits, and takes no time from a
-clock.
-"""
+"""Materialized views: state computed from the records of some partitions, and from nothing else: a
+view never reads the log, never waits, and takes no time from a clock."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The queue of record batches in front of a producer's sender, by partition.
+"""The queue of record batches in front of a producer's sender: aiokafka's accumulator and batches.
 
-Replaces aiokafka's accumulator and its batches, and encodes them. Appends that wait for a request
-in flight join the last unsent batch of their partition, in order, up to 1 MiB. Each append is in
-one batch, so all or none of it is appended, and has one future; aiokafka's has a task and five
-futures. Independent of time-outs and reconnecting (`producer.py`).
+Appends that wait for a request in flight join the last unsent batch of their partition, in order,
+up to 1 MiB. Each is in one batch, so all or none of it is appended, and has one future.
 """
 
 from __future__ import annotations
@@ -105,9 +103,9 @@ class BatchQueue:
         on_broken: Callable[[BaseException], None],
         leader_timeout_s: float,
     ) -> None:
-        """`translate` makes the error that a caller gets; `on_broken` is called if a sent batch
-        failed, which leaves a gap in the sequence numbers. A batch whose partition has no leader
-        for `leader_timeout_s` fails."""
+        """`translate` makes the error of a caller; `on_broken` is called if a sent batch failed,
+        which leaves a gap in the sequence numbers. A batch without a leader for `leader_timeout_s`
+        fails."""
         self.size = 0
         """Bytes of all batches."""
         self.heard_at = 0.0

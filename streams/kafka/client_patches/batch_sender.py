@@ -1,8 +1,8 @@
 """aiokafka's sender with a codec and a loop of its own: batches to requests, responses to batches.
 
-Retries, errors of partitions, idempotence and time-outs stay aiokafka's, and so do requests to a
-broker without version 7. The layout is in four structs instead of a schema:
-https://kafka.apache.org/protocol#The_Messages_Produce; tests compare it with aiokafka's classes.
+Retries, errors, idempotence and time-outs stay aiokafka's, and so do requests to a broker without
+version 7. The layout (https://kafka.apache.org/protocol#The_Messages_Produce) is in structs instead
+of a schema; tests compare it with aiokafka's classes.
 """
 
 from __future__ import annotations

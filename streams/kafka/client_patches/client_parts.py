@@ -1,8 +1,7 @@
 """The one door to this folder: the choice between aiokafka's own parts and their replacements.
 
 The replacements use private names, so they are for tested versions only; any other version is used
-by public names alone, and logged once. docs/kafka-client.md has the parts, their gain, the promises
-that do not hold without them, and the steps of an upgrade.
+by public names alone, and logged once (docs/kafka-client.md).
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ class ClientParts(Protocol):
         on_broken: Callable[[BaseException], None],
         leader_timeout_s: float,
     ) -> ProducerQueue:
-        """The queue of a producer; `on_broken` is called if an append failed that was sent, which
-        leaves a gap in the sequence numbers. An append whose partition has no leader for
-        `leader_timeout_s` fails."""
+        """The queue of a producer; `on_broken` is called if an append failed that was sent. One
+        whose partition has no leader for `leader_timeout_s` fails."""
 
     def prepare(self, consumer: AIOKafkaConsumer) -> None:
         """Change a consumer before its start."""

@@ -1,8 +1,5 @@
-"""Decompression of record batches, with a bound on the output size.
-
-Brokers bound compressed sizes only. If a codec declares the size of its content or blocks, it is
-checked first; otherwise decompression ends at the bound. A batch that exceeds it is rejected.
-"""
+"""Decompression of record batches, with a bound on the output size, since brokers bound compressed
+sizes only. A declared size is checked first."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ class DecompressionError(Exception):
 
 
 def decompress(codec: int, data: bytes, max_bytes: int) -> bytes:
-    """The content of a batch of Kafka's codec 1 to 4, `max_bytes` bytes at most. Raises
-    DecompressionError.
-    """
+    """The content of a batch of Kafka's codec 1 to 4. Raises DecompressionError, also above
+    `max_bytes`."""
     known = _CODECS.get(codec)
     if known is None:
         raise DecompressionError(f"an unknown compression codec ({codec})")

@@ -1,20 +1,17 @@
 """An incremental fetch session (KIP-227) with one broker, and the codec of its requests. Pure.
 
 A broker keeps the partitions and positions of a session. A request lists only the partitions that
-differ, and the response only those with records, an error or a new end. Pure: no connections. The
-rules that keep both sides equal:
+differ, and the response only those with records, an error or a new end. The rules that keep both
+sides equal:
 
-- One request at a time. `positions` are those of the last request: the broker's side holds them as
-  soon as it has read the request.
-- A partition that is not read (revoked, paused, led by another broker, or with records that wait in
-  the client) is forgotten, else the broker would answer at once, again and again.
-- A request without a response leaves open which side the broker has: `restart`. So does every error
-  of a whole response, such as an unknown session (70) or an unexpected epoch (71).
-- Ends of partitions are reported once. A new assignment lacks them: `restart`.
+- One request at a time; `positions` are those of the last.
+- A partition that is not read (revoked, paused, moved, or with records that wait in the client) is
+  forgotten, else the broker would answer at once, again and again.
+- A request without a response, or with an error of the whole response, leaves open which side the
+  broker has: `restart`. So does a new assignment, since ends of partitions are reported once.
 - A broker without a free session answers with session id 0: the next request is a full one.
 
-A broker has 1000 sessions by default (`max.incremental.fetch.session.cache.slots`), so a reader of
-a short range must not take one: the first requests are made without a session.
+A broker has 1000 sessions by default, so the first requests of a reader are made without one.
 """
 
 from __future__ import annotations
@@ -63,11 +60,8 @@ class FetchSession:
 
     @property
     def record_bytes(self) -> int | None:
-        """Bytes of records in the last response; None after one of the first after a (re)start.
-
-        An assignment that has just changed may change again, and a broker takes up the next request
-        of a connection only after its response to the last.
-        """
+        """Bytes of records in the last response; None after one of the first after a (re)start: an
+        assignment that has just changed may change again."""
         return self._record_bytes if self._answered >= REQUESTS_WITHOUT_SESSION else None
 
     def request(self, wanted: Mapping[TopicPartition, int]) -> SessionRequest:

@@ -1,10 +1,9 @@
 """aiokafka with replaced parts: the queue, sender, fetcher and parser of this folder, and
 connections: broken transports, closed clients, lookups of names, hung brokers.
 
-A hung broker that its cluster has fenced loses its connections: if a connection has pending
-requests and no response for a while, the other brokers are asked in turn for the members of the
-cluster. aiokafka alone waits for the request time-out, then may ask the same broker for the new
-leader; a consumer whose partitions change cancels its requests each time, and never times out.
+If a connection has no response for a while, other brokers are asked for the members of the cluster:
+one that is none loses its connections. aiokafka alone waits for the request time-out, then may ask
+the same broker for the new leader.
 """
 
 from __future__ import annotations
@@ -167,10 +166,7 @@ def patch_connections() -> None:
 
 def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: Any) -> Any:
     """Send a request, and watch for the response. Raises KafkaConnectionError for a closed
-    transport.
-
-    uvloop's transport raises a RuntimeError, which would end aiokafka's fetching task for good.
-    """
+    transport, of which uvloop's RuntimeError would end aiokafka's fetching task."""
     try:
         answer = _send(connection, *request, **options)
     except RuntimeError as e:
@@ -195,11 +191,8 @@ async def _get_conn_while_open(
 
 
 async def _connect_after_lookup(connection: AIOKafkaConnection) -> Any:
-    """Connect to a broker by its name, with one lookup of a name at a time.
-
-    An event loop has 4 to 6 threads for lookups, and one for the name of a dead container keeps its
-    thread for up to 10 s, past the end of its caller's wait.
-    """
+    """Connect to a broker by its name, with one lookup of a name at a time: that of a dead
+    container keeps one of few threads for up to 10 s."""
     loop, host = asyncio.get_running_loop(), connection.host
     lookups = _lookups.setdefault(loop, {})
     if (lookup := lookups.get(host)) is None:
@@ -236,11 +229,8 @@ class PatchedClient:
         return BatchQueue(translate, on_broken, leader_timeout_s)
 
     def prepare(self, consumer: AIOKafkaConsumer) -> None:
-        """Make aiokafka count polls that end by an error or by cancellation.
-
-        It lacks a `finally`: after such a poll, a member that is never polled again stays in its
-        group.
-        """
+        """Make aiokafka count polls that end by an error or by cancellation: else a member that is
+        never polled again stays in its group."""
         state = consumer._subscription
 
         @contextmanager

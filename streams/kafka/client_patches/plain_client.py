@@ -1,8 +1,5 @@
-"""aiokafka's own parts, by public names alone: for versions without tested replacements.
-
-Each append is one batch, slower than in `BatchQueue`; a task for each partition passes them on in
-order, since the producer makes its callers wait for room.
-"""
+"""aiokafka's own parts, by public names alone: for versions without tested replacements. Each
+append is one batch; a task for each partition passes them on in order."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 """A parser of fetched record batches that no content can stop.
 
-A batch is decompressed within a bound (`decompression.py`), header names that are not UTF-8 are
-escaped, and an unreadable record (also one that is too large uncompressed, or has too many headers)
-becomes an `Unreadable` at its offset, so that the reader gets its neighbours and moves past it. One
-poll returns a bounded number of bytes per partition.
-
-In consumers with a `KeyFilter`, `FetchedBatches` replaces aiokafka's `MemoryRecords`,
-`PartitionRecords` the class of that name, and `next_records` `FetchResult.getall`. Records of
-aborted transactions are left out for consumers that read committed. Never here: record types.
+An unreadable record (also one that is too large uncompressed, or has too many headers) becomes an
+`Unreadable` at its offset, so that the reader gets its neighbours. One poll returns a bounded
+number of bytes per partition. In consumers with a `KeyFilter`, `FetchedBatches` replaces aiokafka's
+`MemoryRecords`, `PartitionRecords` the class of that name, and `next_records` `FetchResult.getall`.
+Consumers that read committed get no aborted records.
 """
 
 from __future__ import annotations
@@ -281,10 +278,7 @@ class PartitionRecords:
 
     def take(self, max_records: int | None) -> tuple[list[ReadRecord], bool]:
         """The next records, at most MAX_POLLED_BYTES and one more, and whether there may be others.
-
-        Of a `KeyFilter`'s keys only; after MAX_POLLED_BYTES without one the next record is returned
-        all the same, so that a poll can end. Raises CorruptRecordException for a wrong checksum.
-        """
+        Of a `KeyFilter`'s keys only. Raises CorruptRecordException for a wrong checksum."""
         found: list[ReadRecord] = []
         answer, partition, offset = self._records, self._tp.partition, self.next_fetch_offset
         keys = None if self._filter is None else self._filter.keys
@@ -322,11 +316,8 @@ class PartitionRecords:
                 self._rest = iter(batch)
 
     def _is_aborted(self, batch: Any) -> bool:
-        """Whether a batch, in offset order, belongs to an aborted transaction.
-
-        A response names its producer and first offset; the producer's next control batch is its
-        end.
-        """
+        """Whether a batch, in offset order, belongs to an aborted transaction: from the first
+        offset that a response names, to the producer's next control batch."""
         if not (self._aborted or self._aborting) or not isinstance(batch, FetchedBatch):
             return False
         while self._aborted and self._aborted[0][1] <= batch.base_offset:

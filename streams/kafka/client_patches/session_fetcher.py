@@ -1,9 +1,8 @@
 """aiokafka's fetcher with fetch sessions: it lists only the partitions that have changed.
 
-Owns the sessions of one consumer, one per broker, and the partitions by the broker that serves
-them. A broker whose response is awaited is skipped as a whole. A broker without version 11 is asked
-by aiokafka's own code; buffers, wake-ups, resets of positions, errors of partitions and preferred
-read replicas stay aiokafka's (`python -m tests.fetch_times`; docs/kafka-client.md).
+Owns the sessions of one consumer, one per broker. A broker whose response is awaited is skipped as
+a whole; one without version 11 is asked by aiokafka's own code. Buffers, wake-ups, resets, errors
+of partitions and preferred read replicas stay aiokafka's.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ IDLE_WAIT_MS = 250
 
 FEW_BYTES, SPARSE_WAIT_FACTOR = 1024, 3
 """Bytes of records in a response below which a consumer that gathers them waits longer for the
-next: a few heartbeats in an idle deployment, where each response costs more than all that it
-brings. A decision of a router alone has more bytes."""
+next: a few heartbeats. A decision of a router alone has more bytes."""
 
 MIN_SPARSE_WAIT_MS = 10
 """Time of gathering below which no wait is longer: records are awaited then."""
@@ -387,11 +385,8 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
         return has_news
 
     def _note(self, assignment: Any, fetch: SessionFetch, response: FetchResponse) -> None:
-        """Note ends of partitions, and the time of the response, for all requested ones.
-
-        An end is reported once, so it counts even if the position has changed. A throttled response
-        is about nothing.
-        """
+        """Note ends of partitions, and the time of the response. An end is reported once, so it
+        counts even if the position has changed. A throttled response is about nothing."""
         for topic, partitions in response.topics:
             for partition, error_code, high, stable, *_ in partitions:
                 if not error_code:
