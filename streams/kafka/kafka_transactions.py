@@ -4,8 +4,8 @@ successor completes or aborts the open transaction, and fences it. No consumer o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
@@ -25,6 +25,7 @@ from kvlane.streams.errors import (
 )
 from kvlane.streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
 from kvlane.streams.kafka.client_patches.client_parts import client_parts
+from kvlane.streams.kafka.connection_options import KafkaSession
 from kvlane.streams.kafka.producer import OVERSIZE, end_unflushed
 from kvlane.streams.ports import TopicEntry
 from kvlane.streams.topics import MAX_RECORD_BYTES, partition_of
@@ -36,32 +37,10 @@ _CLIENT_ERRORS = (KafkaError, IllegalOperation, AssertionError)
 _REFUSALS = (*REFUSAL_ERRORS, TransactionalIdAuthorizationFailed)
 
 
-class WriterSession(Protocol):
-    """The connection of a process, as a writer uses it; implemented by `KafkaLog`."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Options of every aiokafka client."""
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of the deployment."""
-
-    @property
-    def request_timeout_s(self) -> float:
-        """After it a request has failed."""
-
-    async def partitions(self, topic: str) -> int:
-        """As `Log.partitions`."""
-
-    def forget(self, user: Any) -> None:
-        """A writer has closed itself."""
-
-
 class KafkaTransactionalWriter:
     """Implements `TransactionalWriter`; made by `KafkaLog`. One task uses it."""
 
-    def __init__(self, kafka: WriterSession, name: str) -> None:
+    def __init__(self, kafka: KafkaSession, name: str) -> None:
         self._kafka = kafka
         self._id = kafka.prefix + name
         self._timeout_s = 3 * kafka.request_timeout_s

@@ -19,7 +19,7 @@ from kvlane.streams.errors import (
     OwnershipLost,
     RecordTooLarge,
 )
-from kvlane.streams.memory.memory_broker import AppendFate, MemoryBroker, MemoryConnection
+from kvlane.streams.memory.memory_broker import AppendFate, MemoryConnection
 from kvlane.streams.memory.partition_log import PartitionLog
 from kvlane.streams.ports import Appended, Entry, TopicEntry
 from kvlane.streams.topics import MAX_RECORD_BYTES, partition_of
@@ -40,7 +40,6 @@ class AppendQueue:
         self._last: _Sending | None = None
 
     def append(self, entries: tuple[Entry, ...]) -> Coroutine[Any, Any, Appended]:
-        """Append entries after all earlier calls. Waiting raises AppendFailed."""
         sending = _Sending(entries)
         self._under_way.append(sending)
         return self._deliver(sending)
@@ -129,24 +128,6 @@ class _Sending:
         self.appended: Appended | None = None
 
 
-class ClientTransaction:
-    """A transaction as a client writes it: its records are in the log from their append, and can be
-    read from its commit. Used once, by tests and the simulation."""
-
-    def __init__(self, broker: MemoryBroker) -> None:
-        self._broker = broker
-        self._logs: dict[PartitionLog, None] = {}
-
-    def append(self, topic: str, partition: int, *entries: Entry) -> None:
-        log = self._broker.log(topic, partition)
-        self._logs[log] = None
-        log.append(entries, self._broker.now_ms(log), self)
-
-    def end(self, *, is_committed: bool) -> None:
-        for log in self._logs:
-            log.end_transaction(self, is_committed=is_committed)
-
-
 class MemoryTransactionalWriter:
     """Implements `TransactionalWriter`; made by `MemoryLog`."""
 
@@ -155,7 +136,6 @@ class MemoryTransactionalWriter:
         self._name = name
         self._epoch: int | None = None
         self._in_transit: tuple[Sequence[TopicEntry], int] | None = None
-        """A transaction that has not reached the broker, with its epoch."""
         self.is_closed = False
 
     async def open(self) -> None:
@@ -207,7 +187,6 @@ class MemoryTransactionalWriter:
             self._commit_later(*self._in_transit)
 
     def _commit(self, entries: Sequence[TopicEntry], epoch: int) -> bool:
-        """Append the entries, unless the epoch is over."""
         broker = self._connection.broker
         if not broker.is_writer_epoch(self._name, epoch):
             return False

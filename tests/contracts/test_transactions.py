@@ -12,7 +12,6 @@ from aiokafka import AIOKafkaProducer
 from kvlane.streams.errors import LogClosed, OwnershipLost, RecordTooLarge
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.memory.memory_log import MemoryLog
-from kvlane.streams.memory.memory_writes import ClientTransaction
 from kvlane.streams.ports import Entry, Log, Partition, TopicEntry
 from kvlane.streams.topics import MAX_RECORD_BYTES, PROMPTS, RESULTS, partition_of
 from tests.contracts.test_log import (  # noqa: F401 - fixtures
@@ -28,6 +27,7 @@ from tests.contracts.test_log import (  # noqa: F401 - fixtures
     until,
     values,
 )
+from tests.harness.client_transactions import ClientTransaction
 
 
 @pytest.fixture

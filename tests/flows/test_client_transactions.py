@@ -8,12 +8,12 @@ import pytest
 
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.prompts.prompt_source import PromptSource
-from kvlane.streams.memory.memory_writes import ClientTransaction
 from kvlane.streams.ports import Entry
 from kvlane.streams.records import Refused, RouterCapacity
 from kvlane.streams.request import Request
 from kvlane.streams.topics import BATCH, CAPACITY, PROMPTS, partition_of
 from tests.flows.test_preprocessor import begin, sent
+from tests.harness.client_transactions import ClientTransaction
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
