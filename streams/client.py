@@ -124,7 +124,6 @@ class Client:
         self._unclaimed.clear()
 
     def new_request_id(self) -> str:
-        """A time-ordered id, whose replies any reader finds quickly."""
         return self._ids.new()
 
     async def publish(

@@ -21,7 +21,6 @@ from kvlane.streams.ports import Entry, Headers, Record, Unreadable
 from kvlane.streams.record_types import batch_records
 
 TYPE_HEADER = "t"
-"""Name of the header that carries the record type."""
 
 READER_VERSION_HEADER = "r"
 """Name of the header with the least record version that a reader must have."""
@@ -42,7 +41,6 @@ _EPOCH_DIGITS = 18
 AnyRecord = record_base.InternalRecord | record_base.PublicRecord
 
 TOKEN_BYTES = 4
-"""Size of a packed token."""
 
 _INNER: tuple[type[record_base.InternalRecord], ...] = (
     request.Request,

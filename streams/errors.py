@@ -53,8 +53,6 @@ class BrokerUnavailable(StreamError):
 
 
 class NoLocalBroker(BrokerUnavailable):
-    """A broker that kvlane starts on this machine does not start or run."""
-
     correction = (
         "To use a Kafka that runs already, set KVLANE_BOOTSTRAP_SERVERS=host:port. "
         "`kvlane demo --broker memory` needs no Kafka."
@@ -71,8 +69,6 @@ class AccessDenied(StreamError):
 
 
 class TopicMismatch(StreamError):
-    """A topic is missing or has another shape than expected."""
-
     correction = (
         "`kvlane topics describe` shows the differences; `kvlane topics create` creates missing "
         "topics, and changes no other."

@@ -53,7 +53,6 @@ class TenantTag:
         return f"{drawn}-{self._digits(drawn, tenant, is_stored=is_stored)}"
 
     def matches(self, request_id: str, tenant: str) -> bool:
-        """Whether a gateway made this id for this tenant."""
         return any(self._is_of(request_id, tenant, is_stored=stored) for stored in (False, True))
 
     def is_stored(self, request_id: str, tenant: str) -> bool:

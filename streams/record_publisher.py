@@ -88,7 +88,6 @@ class RecordPublisher:
     async def publish_entry_once(
         self, topic: str, entry: Entry, partition: int | None = None
     ) -> Appended:
-        """As `publish_once`, for an encoded entry."""
         return await self._observed(self._log.append(topic, entry, partition))
 
     async def publish_batch_once(
@@ -183,7 +182,6 @@ class RecordPublisher:
     async def publish_entry(
         self, topic: str, entry: Entry, partition: int | None = None, *, until: float | None = None
     ) -> Appended:
-        """As `publish`, for an encoded entry."""
         place = (topic, entry.key if partition is None else partition)
         return await self._repeated(
             place, lambda: self.publish_entry_once(topic, entry, partition), until
@@ -262,7 +260,6 @@ class RecordPublisher:
             self._broker_clock.observe(appended.result().timestamp_ms)
 
     def _note_end(self, key: object) -> None:
-        """An append has ended; note whether it was slow."""
         now_s = self._clock.now()
         if now_s - self._under_way.pop(key) > SLOW_APPEND_S:
             self._slow_s = now_s

@@ -12,7 +12,6 @@ from kvlane.streams.record_base import InternalRecord, JsonText, ModelKind, Serv
 from kvlane.streams.response_records import Chunk, TurnPlace
 
 ResultKind = Literal["chat", "completion", "tokens", "embedding"]
-"""The kind of a prompt that has an answer."""
 
 
 class StopConditions(InternalRecord, frozen=True):
@@ -65,8 +64,6 @@ class SamplingOptions(InternalRecord, frozen=True):
 
 
 class OutputOptions(InternalRecord, frozen=True):
-    """Output in addition to text; None leaves the default."""
-
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
@@ -178,15 +175,11 @@ class PrefillResult(InternalRecord, frozen=True):
 
 
 class MmObject(InternalRecord, frozen=True):
-    """An image or the like in a block: hash of its content (u64), token ranges in the block."""
-
     mm_hash: int
     offsets: tuple[tuple[int, int], ...] = ()
 
 
 class BlockExtraInfo(InternalRecord, frozen=True):
-    """Content of a block in addition to its tokens."""
-
     mm_objects: tuple[MmObject, ...] = ()
 
 

@@ -35,7 +35,6 @@ FILE_RETENTION_MS = 30 * 24 * 3_600_000
 """Time that files of the Files API and batch jobs are kept. Card and content expire together."""
 
 PER_LANE = -1
-"""In the table: as many partitions as there are lanes."""
 
 DEFAULT_LANES = 8
 """Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the work.
@@ -235,7 +234,7 @@ def required_acls(reply_prefixes: Sequence[str] = ()) -> list[AclRule]:
             found.append(AclRule(role, "Describe", "topic", ""))
         found += [AclRule(role, "Write", "topic", t.name) for t in TOPICS if role in t.writers]
         found += [AclRule(role, "Read", "topic", t.name) for t in TOPICS if role in t.readers]
-        found += [AclRule(role, "Read", "group", g) for g in GROUPS if _role_of(g) == role]
+        found += [AclRule(role, "Read", "group", g) for g in GROUPS if g.partition("-")[0] == role]
         if (ids := TRANSACTIONAL_IDS.get(role)) is not None:
             found += [
                 AclRule(role, "Describe", "transactional-id", ids, is_prefix=True),
@@ -248,10 +247,6 @@ def required_acls(reply_prefixes: Sequence[str] = ()) -> list[AclRule]:
                 ),
             ]
     return found
-
-
-def _role_of(group: str) -> str:
-    return group.partition("-")[0]
 
 
 def murmur2(key: bytes) -> int:
@@ -273,5 +268,4 @@ def partition_of(key: bytes, partitions: int) -> int:
 
 
 def lane_of(request_id: str, lanes: int) -> int:
-    """The lane of a request: its partition in requests, ledger and responses."""
     return partition_of(request_id.encode(), lanes)

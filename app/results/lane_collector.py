@@ -66,7 +66,6 @@ class LaneCollector:
 
     @property
     def serving(self) -> bool:
-        """Whether the lane is taken over."""
         return self.position is not None
 
     @property
@@ -231,7 +230,6 @@ REQUESTS_WAIT_S = 0.25
 fetches."""
 REQUESTS_POLL_S = 0.01
 ASIDE_POLL_S = 0.1
-"""Poll time while lanes are set aside, which delays their records."""
 
 
 class _WaitingRecords(NamedTuple):
@@ -248,7 +246,6 @@ class LaneReader:
         self._context = context
         self._lanes = lanes
         self._assigned: dict[Partition, int] = {}
-        """The next offset of the reader by partition."""
         self._aside: dict[LaneCollector, _WaitingRecords] = {}
 
     async def run(self) -> None:
@@ -309,7 +306,6 @@ class LaneReader:
             log.warning("lane %d: its requests are not read; replies wait", lane.lane)
 
     def _apply_waiting(self) -> None:
-        """Apply the records of lanes whose requests are read."""
         for lane, waiting in list(self._aside.items()):
             if lane.claim.is_lost:
                 del self._aside[lane]

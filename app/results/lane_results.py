@@ -58,7 +58,6 @@ class LaneResults:
         return len(self._by_key)
 
     def add_finished(self, finished: Mapping[str, WrittenResult]) -> None:
-        """Results that were found in the log, by request id."""
         self._finished = dict(finished) | self._finished
 
     def first_ms(self, default_ms: int) -> int:
@@ -138,7 +137,6 @@ class LaneResults:
             self._end(pending)
 
     def _suspect(self, record: Record) -> None:
-        """Records that may be of any reply cannot be read."""
         reason = describe(record)
         for pending in self._by_key.values():
             pending.apply_unreadable(UnknownPlace(), reason, record.timestamp)
@@ -172,7 +170,6 @@ class LaneResults:
         return self._by_key.get(pending.id.encode()) is pending
 
     def drop(self, pending: PendingResult) -> None:
-        """Forget a request that gets no result here."""
         if self._pending.pop(pending.id, None) is not None:
             self.replaced += (*pending.replaced, *pending.renewals)
             self._by_key.pop(pending.id.encode(), None)

@@ -72,7 +72,6 @@ class PendingResult:
         """Broker time at which a router ends it at the latest, while there is one."""
         self._model_name = asked.model
         self.replaced: list[int] = []
-        """Offsets of its earlier records, which are done."""
         self.renewals: dict[int, int] = {}
         """Append times of later records with the answer so far, by offset, until a Fence names one
         of them before the next run."""
@@ -266,7 +265,6 @@ class PendingResult:
         return ResponseHeader(_ENDPOINTS[self.options.kind], self.id, self._model_name, created_s)
 
     def _response(self, stored: StoredInput, failure: ApiError | None) -> dict[str, Any]:
-        """The object of a stored response."""
         assert self._items is not None
         options = ResponseOptions(header=self._header, ids=[self.id], stream=False)
         encoder = ResponseEncoder(

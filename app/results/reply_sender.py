@@ -82,7 +82,6 @@ class DueReply:
         self.failures = 0
         self.sent_at = 0.0
         self.queue: _Queue | None = None
-        """Where it waits; None afterwards."""
 
     @property
     def size(self) -> int:
@@ -303,7 +302,6 @@ class ReplySender:
             self._waiting_bytes -= reply.size
 
     def _finish(self, reply: DueReply) -> None:
-        """It is there, or will never be."""
         self._move(reply, None)
         reply.claim.mark_done(reply.offset)
 

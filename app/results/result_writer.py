@@ -48,8 +48,6 @@ T = TypeVar("T")
 
 
 class _Made(NamedTuple):
-    """A result that is ready, and its record."""
-
     pending: PendingResult
     entry: Entry
 
@@ -220,7 +218,6 @@ class ResultWriter:
             return encode(pending.build(), pending.id)
 
     async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a query until it is answered."""
         while True:
             try:
                 return await call()

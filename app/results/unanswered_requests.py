@@ -80,7 +80,6 @@ async def search_ledger(
 async def _records(
     context: CollectorContext, source: Partition, start: int, end: int, keys: set[bytes]
 ) -> dict[bytes, list[Record]]:
-    """The ledger's records of these keys, by key."""
     found: dict[bytes, list[Record]] = {}
     pieces = read_range(
         context.log, context.ctx.clock, {source: start}, {source: end}, timeout_s=READ_TIMEOUT_S

@@ -36,8 +36,6 @@ class KeptData(NamedTuple):
 
 
 class PortTaken(NoLocalBroker):
-    """The port of a broker is in use."""
-
     correction = "Choose another port, or end the process that listens there (`ss -ltnp` lists it)."
 
 
@@ -241,7 +239,6 @@ def replication_settings(brokers: int) -> dict[str, str]:
 
 
 def to_properties(settings: dict[str, str]) -> str:
-    """The settings as the text of a Java properties file."""
     return "".join(f"{name}={value}\n" for name, value in settings.items())
 
 

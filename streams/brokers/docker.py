@@ -190,7 +190,6 @@ class DockerBroker(Broker):
 
 
 def volume(folder: Path) -> str:
-    """The name of the volume with the data that belong to a folder."""
     return f"kvlane-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
 
 

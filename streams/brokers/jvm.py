@@ -139,7 +139,6 @@ class JvmBroker(Broker):
         self.bootstrap_servers = ",".join(node.bootstrap_servers for node in self.nodes)
 
     def node(self, number: int) -> JvmNode:
-        """The broker with this id, from 1."""
         return self.nodes[number - 1]
 
     def check_running(self) -> None:

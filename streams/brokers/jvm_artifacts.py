@@ -35,7 +35,6 @@ _FETCH_DEADLINE_S = 900.0
 QUICK_START = ("-Xms64m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 """Only the quick compiler: starts soonest, peaks at about half the speed."""
 FULL_JIT = ("-Xms256m", "-Xmx512m", "-XX:+UseSerialGC")
-"""For measurements."""
 _EVERYWHERE = (
     "-Xshare:auto",
     "-Xlog:cds=off",
@@ -211,7 +210,6 @@ def _fetch(guard: ProcessGuard, report: ReportLine) -> Path:
 
 
 def _wait_for_maven(process: subprocess.Popen[bytes], log: Path, report: ReportLine) -> int:
-    """Maven's exit status; a line every five seconds shows its progress."""
     deadline = time.monotonic() + _FETCH_DEADLINE_S
     while time.monotonic() < deadline:
         try:

@@ -99,7 +99,6 @@ class JvmNode:
             time.sleep(0.02)
 
     def start(self, deadline_s: float = START_DEADLINE_S) -> None:
-        """Start the process and wait until it serves clients. Raises NoLocalBroker."""
         self.spawn()
         self.wait_ready(deadline_s=deadline_s)
 
@@ -152,7 +151,6 @@ class JvmNode:
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, hard))
 
     def wait_ended(self, deadline_s: float = 30.0) -> None:
-        """Wait until the process has ended. Raises NoLocalBroker when it does not."""
         assert self._process is not None
         try:
             self._process.wait(deadline_s)

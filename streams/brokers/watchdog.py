@@ -26,7 +26,6 @@ MARK = "-Dkvlane.guard="
 LABEL = "kvlane.guard"
 """Label of containers; its value is the name of the guard's directory."""
 NAME = "kvlane-"
-"""Start of the names of the directories."""
 _CLEAN_DEADLINE_S = 20.0
 _SETTLED_S = 0.25
 """A process may be between fork and exec, where it cannot be found: nothing twice is nothing."""
@@ -163,12 +162,8 @@ def _watch(owner: int) -> None:
             return
 
 
-def _main(owner: str, directory: str, docker: str) -> None:
+if __name__ == "__main__":
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    _watch(int(owner))
-    clean_up(Path(directory), docker=bool(docker))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _watch(int(sys.argv[1]))
+    clean_up(Path(sys.argv[2]), docker=bool(sys.argv[3]))

@@ -62,7 +62,6 @@ REFUSAL_ERRORS: tuple[type[KafkaError], ...] = (
 """Errors that need an operator (`AccessDenied`): credentials, rights, names, versions."""
 
 RETRY_S = 0.1
-"""Pause before a retry at the same broker."""
 
 SILENT_TIMEOUTS = 5
 """A consumer is replaced after this many request time-outs without any response."""
@@ -143,7 +142,6 @@ class LazyConsumer:
 
     @property
     def is_used(self) -> bool:
-        """Whether it is connected, or connecting."""
         return self._consumer is not None or self._starting is not None
 
     async def ready(self, timeout_s: float) -> AIOKafkaConsumer | None:

@@ -92,7 +92,8 @@ class ConnectionOptions:
         if self.uses_sasl:
             options["sasl_mechanism"] = self.sasl_mechanism
             if self.sasl_mechanism == "OAUTHBEARER":
-                options["sasl_oauth_token_provider"] = self._token_file()
+                assert self.sasl_oauth_token_file is not None, "OAUTHBEARER without a token file"
+                options["sasl_oauth_token_provider"] = TokenFile(self.sasl_oauth_token_file)
             else:
                 options["sasl_plain_username"] = self.sasl_username
                 options["sasl_plain_password"] = self.sasl_password
@@ -109,10 +110,6 @@ class ConnectionOptions:
         context.check_hostname = self.ssl_check_hostname
         return context
 
-    def _token_file(self) -> TokenFile:
-        assert self.sasl_oauth_token_file is not None, "OAUTHBEARER without a token file"
-        return TokenFile(self.sasl_oauth_token_file)
-
 
 class KeyFilter:
     """The keys whose records a consumer returns; None: all. As the consumer's key deserializer it
@@ -122,7 +119,6 @@ class KeyFilter:
         self.keys: Container[bytes | None] | None = None
 
     def __call__(self, key: bytes | None) -> bytes | None:
-        """The key, unchanged."""
         return key
 
 

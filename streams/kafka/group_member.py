@@ -118,7 +118,6 @@ class KafkaMember:
             self._consumer.resume(self._full(partition))
 
     def pause(self, partition: int, position: int | None = None) -> None:
-        """Read no more of a partition; the client drops the records fetched ahead of it."""
         if self._consumer is None or partition not in self._reading or self._closed:
             return
         self._reading.discard(partition)
@@ -128,7 +127,6 @@ class KafkaMember:
             self._consumer.seek(self._full(partition), position)
 
     def end_of_gap(self, partition: int, position: int) -> int:
-        """The offset after markers of transactions, and after aborted records."""
         consumer = self._consumer
         if consumer is None or self._next.get(partition) != position:
             return position
@@ -137,7 +135,6 @@ class KafkaMember:
         return max(position, client_parts().position(consumer, self._full(partition)) or 0)
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
-        """Commit next offsets by partition, with one try."""
         self._check_open()
         self._check_lease()
         consumer = self._consumer
@@ -291,7 +288,6 @@ class KafkaMember:
     async def _committed(
         self, consumer: AIOKafkaConsumer, partitions: Sequence[int]
     ) -> dict[int, int | None]:
-        """By partition, None without a commit."""
         found = await client_parts().committed(consumer, [self._full(p) for p in partitions])
         return {p: found.get(self._full(p)) for p in partitions}
 

@@ -235,7 +235,6 @@ class KafkaLog:
         return TopicPartition(self.prefix + partition.topic, partition.partition)
 
     def forget(self, user: KafkaReader | KafkaMember | KafkaTransactionalWriter) -> None:
-        """A reader, member or writer has closed itself."""
         self._users.pop(user, None)
 
     async def _retry_query(

@@ -61,7 +61,6 @@ class KafkaReader:
         }
         self._options = options
         self._is_committed = False
-        """Whether it reads committed records only."""
         self._client = LazyConsumer(options, kafka.request_timeout_s)
         self._consumer: AIOKafkaConsumer | None = None  # the one with the assignment
         self._names: dict[TopicPartition, Partition] = {}
@@ -275,7 +274,6 @@ class _Tails:
         self._bytes = 0
 
     def read(self, found: Mapping[TopicPartition, list[Record]]) -> None:
-        """Count records that were taken out of the client's buffer."""
         if self._first:
             self._bytes += sum(
                 len(r.key or b"") + len(r.value or b"") + 100

@@ -108,7 +108,8 @@ class Producer:
 
     def _open_queue(self) -> ProducerQueue:
         """The queue of the current producer; without one, a new one begins to connect."""
-        self._check_open()
+        if self._closed:
+            raise LogClosed("the log was closed")
         if self._queue is None:
             queue = client_parts().new_queue(
                 self._translated, lambda error: self._replace(queue, error), self._grace_s
@@ -163,7 +164,6 @@ class Producer:
         task.add_done_callback(self._ending.discard)
 
     def _translated(self, error: BaseException, to: TopicPartition) -> StreamError:
-        """The error of an append, for its caller."""
         translated: StreamError
         if isinstance(error, TimeoutError):
             translated = AppendFailed(
@@ -179,10 +179,6 @@ class Producer:
             translated = AppendFailed(f"{_name(to)}: {error!r}")
         translated.__cause__ = error
         return translated
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LogClosed("the log was closed")
 
 
 async def end_unflushed(connecting: asyncio.Task[AIOKafkaProducer], grace_s: float) -> None:

@@ -48,7 +48,6 @@ from kvlane.streams.topics import (
 logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "deployment"
-"""Key of the Deployment record."""
 
 REPLICATION = "replication.factor"
 DEFAULT_REPLICATION = 3
@@ -56,7 +55,6 @@ DEFAULT_REPLICATION = 3
 """Name of the number of replicas in `TopicState.differing_configs`."""
 
 TOPIC_CHECK_INTERVAL_S = 10.0
-"""Interval between checks that the topics still exist."""
 _DEADLINE_S = 30.0
 _OF_LANES = frozenset({REQUESTS, LEDGER, RESPONSES})
 """Topics that have as many partitions as there are lanes under all settings."""
@@ -366,7 +364,6 @@ async def _wait_until_led(admin: AIOKafkaAdminClient, prefix: str) -> None:
 async def _settings(
     admin: AIOKafkaAdminClient, prefix: str, names: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Configuration by topic; missing topics are omitted."""
     if not names:
         return {}
     answers = await admin.describe_configs(

@@ -20,8 +20,6 @@ NEVER = float("inf")
 
 
 class GroupMember(Protocol):
-    """A member, in the state of its group."""
-
     @property
     def id(self) -> str:
         """Unique in the group."""

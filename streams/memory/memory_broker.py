@@ -75,8 +75,6 @@ _COMPACT_FROM = 1000  # records in a partition before compaction looks at it
 
 
 class MemoryBroker:
-    """Topics, groups and broker time, shared by all connections."""
-
     def __init__(
         self,
         clock: Clock,
@@ -178,7 +176,6 @@ class MemoryBroker:
                 self.compact(topic, lag_ms)
 
     def group(self, topic: str, name: str) -> ConsumerGroup:
-        """The group of this name on this topic, created on first use."""
         self.log(topic, 0)
         group = self._groups.get((topic, name))
         if group is None:

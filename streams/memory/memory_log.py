@@ -148,7 +148,6 @@ class MemoryLog:
         return {p: self.broker.log(topic, p).start for p in partitions}
 
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """Offset the next record will get, without open transactions of clients."""
         await self._exchange(topic, partitions)
         return {p: self.broker.log(topic, p).stable_end for p in partitions}
 
@@ -189,18 +188,15 @@ class MemoryLog:
     # --- for readers and members of this connection ---
 
     def check_open(self) -> None:
-        """Raises LogClosed."""
         if self._closed or not self._started:
             raise LogClosed(f"{self.client_id}: {'closed' if self._closed else 'not started'}")
 
     async def check_alive(self) -> None:
-        """Return only if this client still exists. Raises LogClosed."""
         if self.is_killed:
             await asyncio.get_running_loop().create_future()  # for ever: the process is dead
         self.check_open()
 
     async def send_request(self, operation: Operation) -> bool:
-        """The way to the broker; False when there will be no answer."""
         await self.broker.clock.sleep(self.broker.faults.latency_s(self.client_id, operation))
         await self.check_alive()
         return self.broker.faults.answered(self.client_id, operation)
@@ -309,7 +305,6 @@ class MemoryReader:
 
 
 def _chosen(batch: Batches, keys: Container[bytes | None]) -> Batches:
-    """The records of these keys; no list is empty."""
     chosen = {name: [r for r in records if r.key in keys] for name, records in batch.items()}
     return {name: records for name, records in chosen.items() if records}
 

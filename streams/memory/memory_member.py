@@ -84,14 +84,12 @@ class MemoryMember:
             self._starts[partition] = reached if position is None else position
 
     def end_of_gap(self, partition: int, position: int) -> int:
-        """The position, if no record was returned since `position`."""
         reached = self.cursor.positions.get(Partition(self._topic, partition))
         if reached is None or self._returned[partition] != position:
             return position
         return max(position, reached)
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
-        """Commit next offsets in the generation that this member last joined."""
         self._check_open()
         self._check_lease()
         generation, lost = self._generation, offsets.keys() - self._owned
@@ -114,7 +112,6 @@ class MemoryMember:
         await self._connection.receive_answer("leave")
 
     def expires_at(self) -> float:
-        """When the coordinator gives this member up, by its clock."""
         broker, silent_since = self._connection.broker, self._silent_since()
         if silent_since < NEVER:
             return silent_since + broker.session_timeout_s
@@ -133,7 +130,6 @@ class MemoryMember:
 
     @property
     def _is_connected(self) -> bool:
-        """True while requests to the coordinator are answered."""
         return self._connection.broker.available and self._connection.cut_off_at is None
 
     def _silent_since(self) -> float:

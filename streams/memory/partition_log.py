@@ -40,7 +40,6 @@ class WakeUp:
             self._waiting.set_result(None)
 
     async def wait(self, seconds: float) -> None:
-        """Return when rung, or after `seconds`."""
         assert self._waiting is None, "one poll at a time"
         if not self._rung and seconds > 0:
             loop = asyncio.get_running_loop()
@@ -122,7 +121,6 @@ class PartitionLog:
 
     @property
     def stable_end(self) -> int:
-        """The offset up to which all transactions are over."""
         return min(self._open.values(), default=self.end)
 
     def append(
@@ -200,7 +198,6 @@ class PartitionLog:
         self.compacted_size = len(self.records)
 
     def _index(self, offset: int) -> int:
-        """Index of the first record at or after `offset`."""
         if not self.records:
             return 0
         first = self.records[0].offset

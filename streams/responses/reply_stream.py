@@ -90,7 +90,6 @@ class Reply:
         self.malformed = 0
         self._next = start
         self.has_begun = False
-        """Whether a piece has become visible."""
         self.unconfirmed_end: UnconfirmedEnd | None = None
         """An End without earlier records, held back until it is confirmed: earlier text may have
         been deleted."""
@@ -103,14 +102,12 @@ class Reply:
         self._after = after
         self._position = Position()
         self._model = ""
-        """The name of the model, of a Chunk that was left out."""
         self._pieces: deque[Chunk | End] = deque()
         self._merge_at = 0
         """Twice the pieces that the last merge left: the next one has to be worth its time."""
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: PieceSink | None = None
-        """The sink of the waiting task."""
         self._wake_at = math.inf
         self._timer: asyncio.TimerHandle | None = None
 

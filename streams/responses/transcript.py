@@ -32,7 +32,6 @@ from kvlane.streams.responses.unreadable import (
 )
 
 VISIBLE = (Chunk, Fence, End)
-"""The types of the records of a reply."""
 
 
 class Transcript:
@@ -91,9 +90,7 @@ class Transcript:
         self.is_over = False
         self.usage: Usage | None = None
         self.gaps = 0
-        """Runs that lost a Chunk; above 0 only if a writer violated the protocol."""
         self.skipped_chunks = 0
-        """Chunks that were not shown, for any reason."""
         self.is_closed = False
         self._keep = keep
         self._until = until_attempt
@@ -260,7 +257,6 @@ def rest_after(piece: Chunk, end: int, position: int) -> Chunk | None:
 
 
 def _units(piece: Chunk) -> int:
-    """The units of a piece without token ids."""
     return len(piece.text) + len(piece.data)
 
 

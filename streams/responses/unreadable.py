@@ -22,8 +22,6 @@ UNREADABLE = "unreadable"
 
 
 class ChunkPlace(msgspec.Struct, frozen=True):
-    """The place of a Chunk in the reply."""
-
     attempt: int
     run: str
     seq: int

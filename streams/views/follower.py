@@ -33,7 +33,6 @@ from kvlane.streams.views.tail_reader import (
 from kvlane.streams.views.view import FollowedView, MaterializedView
 
 WaitKey = Partition | None
-"""None: a wait that concerns no single partition."""
 
 
 class OffsetWaiters:
@@ -62,7 +61,6 @@ class OffsetWaiters:
             raise
 
     def advance(self, source: WaitKey, offset: int) -> None:
-        """Wake the waiters for this offset and lower ones."""
         heap = self._heaps.get(source)
         if heap is None:
             return

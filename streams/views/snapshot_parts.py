@@ -104,7 +104,6 @@ def encode_parts(cover: SnapshotHeader, data: bytes) -> Iterator[bytes]:
 
 
 def split_slices(data: bytes) -> Iterator[memoryview]:
-    """Slices of the serialized state, one per part."""
     view = memoryview(data)
     for start in range(0, len(data), SLICE_BYTES):
         yield view[start : start + SLICE_BYTES]

@@ -26,7 +26,6 @@ from kvlane.streams.ports import Appended
 from kvlane.streams.topics import MAX_RECORD_BYTES
 
 LEADER_RETRY_S = 0.1
-"""Pause between two questions for the leader of a partition."""
 
 
 class PendingBatch:
@@ -107,9 +106,7 @@ class BatchQueue:
         which leaves a gap in the sequence numbers. A batch without a leader for `leader_timeout_s`
         fails."""
         self.size = 0
-        """Bytes of all batches."""
         self.heard_at = 0.0
-        """When a batch was acknowledged last, or since when the producer is connected."""
         self._loop = asyncio.get_running_loop()
         self._translate = translate
         self._on_broken = on_broken
@@ -123,7 +120,6 @@ class BatchQueue:
         self._empty: asyncio.Future[None] | None = None
 
     def attach(self, producer: AIOKafkaProducer) -> None:
-        """Let this producer, which is not started yet, send the batches."""
         self._producer = producer
         producer._message_accumulator = self
         producer._sender._message_accumulator = self
@@ -215,7 +211,6 @@ class BatchQueue:
             self._on_broken(error)
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail all appends; the queue is not used after that."""
         for batch in self._batches():
             self._fail(batch, error)
         self._unsent.clear()

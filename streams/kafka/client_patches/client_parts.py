@@ -20,7 +20,6 @@ from kvlane.streams.kafka.client_patches.producer_queue import ProducerQueue, Tr
 log = logging.getLogger(__name__)
 
 TESTED_VERSIONS = frozenset({"0.14.0"})
-"""Versions of aiokafka whose parts are replaced."""
 
 
 _COORDINATOR_TASKS = (

@@ -41,13 +41,10 @@ class SessionRequest(NamedTuple):
     session_id: int
     epoch: int
     positions: list[tuple[TopicPartition, int]]
-    """Partitions to list, with their positions."""
     forgotten: list[TopicPartition]
 
 
 class FetchSession:
-    """The session with one broker; there is none at first."""
-
     __slots__ = ("_answered", "_epoch", "_id", "_record_bytes", "positions")
 
     def __init__(self) -> None:
@@ -137,7 +134,6 @@ class FetchResponse(NamedTuple):
 
     @property
     def API_VERSION(self) -> int:  # noqa: N802  # aiokafka's name
-        """The version, as aiokafka's fetcher asks for it."""
         return API_VERSION
 
 

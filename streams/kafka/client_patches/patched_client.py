@@ -63,10 +63,8 @@ class _Watch:
         self._waits_from = self._looked_at = time.monotonic()
         self._look: asyncio.Task[None] | None = None
         self._turn = 0
-        """Number of checks: others are asked in turn."""
 
     def go_on(self) -> None:
-        """Look again a little later."""
         asyncio.get_running_loop().call_later(self._every_s, self._check)
 
     def _check(self) -> None:

@@ -89,7 +89,6 @@ class PlainQueue:
             await self._empty.wait()
 
     async def _pass_on(self, tp: TopicPartition, queue: deque[PendingAppend]) -> None:
-        """Pass the appends of a partition on to the producer until none waits."""
         await self._connected.wait()
         while queue:
             append = queue[0]

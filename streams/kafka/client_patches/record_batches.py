@@ -33,7 +33,6 @@ MAX_CLIENT_PARSED_BYTES = 1024 * 1024
 """A batch above this size is parsed here, record by record with all bounds, 5 us each. Smaller ones
 go through the client's compiled parser, whose output for 1 MiB is small."""
 MAX_HEADERS = 1000
-"""Bound of headers in a record that is parsed here."""
 HEADER_COST_BYTES = 64
 """Memory of the objects for a header, which takes 2 bytes in a batch."""
 MAX_POLLED_BYTES = MAX_RECORD_BYTES
@@ -218,7 +217,6 @@ class FetchedBatch:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """A number, and where it ends. Raises DamagedRecordError."""
     result = shift = 0
     while position < len(data) and shift < 70:
         byte = data[position]
@@ -231,7 +229,6 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _field(data: bytes, position: int) -> tuple[bytes | None, int]:
-    """Bytes with their length before them, None for a negative length, and where they end."""
     length, position = _varint(data, position)
     if length < 0:
         return None, position

@@ -188,7 +188,6 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
 
     @staticmethod
     def set_gather_s(consumer: AIOKafkaConsumer, gather_s: float) -> None:
-        """Change the time for which a consumer gathers records, from the next request on."""
         fetcher, wait_ms = consumer._fetcher, int(1000 * gather_s)
         options = fetcher._options._replace(max_wait_ms=wait_ms)
         fetcher._options = options
