@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 DEPLOYMENT = "deployment"
 
 REPLICATION = "replication.factor"
+"""Name of the number of replicas in `TopicState.differing_configs`."""
 DEFAULT_REPLICATION = 3
 """One broker may fail while another one is restarted."""
-"""Name of the number of replicas in `TopicState.differing_configs`."""
 
 TOPIC_CHECK_INTERVAL_S = 10.0
 _DEADLINE_S = 30.0
