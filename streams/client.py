@@ -32,8 +32,7 @@ PUBLISH_TIMEOUT_S = 30.0
 STREAM_TIMEOUT_S = 660.0
 """The longest duration of a request, and a minute for routing and its end."""
 MAX_UNCLAIMED_REPLIES = 1000
-"""Bound of subscribed replies that no `stream` call has claimed yet. Beyond it the oldest are
-dropped: streaming one of those reads its lane again, so nothing is lost."""
+"""Bound of subscribed replies without a `stream` call; older ones are read again from the log."""
 
 
 class ReplyResult(NamedTuple):
@@ -237,8 +236,7 @@ class Client:
             replies.detach(self._unclaimed.pop(next(iter(self._unclaimed))))
 
     async def _claim(self, request_id: str, deadline: float, from_token: int) -> Reply:
-        """The subscribed reply of a published request, or a new one from the log. Buffered pieces
-        of a subscribed one may be merged over the position to resume from."""
+        """The subscribed reply of a published request, or a new one from the log."""
         replies = self._listening()
         if (reply := self._unclaimed.pop(request_id, None)) is not None:
             if not from_token:

@@ -46,8 +46,7 @@ class SystemClock:
 
 
 WINDOW_S = 60
-"""Length of the two windows whose records count: long enough for a record read without delay at low
-traffic, short enough to bound clock drift."""
+"""Length of the two windows whose records count; bounds clock drift."""
 
 
 class BrokerClock:
@@ -109,8 +108,7 @@ T = TypeVar("T")
 
 INITIAL_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
-"""Pauses double between the two. A failed call has usually waited for its own deadline (seconds)
-before, so the retries of many processes are spread without jitter."""
+"""Pauses double between the two."""
 
 
 async def retry_while_unavailable(

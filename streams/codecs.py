@@ -26,8 +26,7 @@ READER_VERSION_HEADER = "r"
 """Name of the header with the least record version that a reader must have."""
 
 RECORD_VERSION = 1
-"""The record version of this code, incremented with each change that older readers must not
-skip."""
+"""Incremented with each change of records that older readers must not skip."""
 
 TOMBSTONE_TYPE = b"Tombstone"
 """Type of a tombstone; so is a null value without headers."""
@@ -97,8 +96,7 @@ def encode(record: AnyRecord, key: str) -> Entry:
 
 
 def decode(record: Record) -> AnyRecord:
-    """The record in a log entry. Raises NewerRecord if it is marked for newer readers, UnknownType,
-    Malformed."""
+    """The record in a log entry. Raises NewerRecord, UnknownType, Malformed."""
     headers = record.headers
     if len(headers) > 1:  # kvlane's have one, tombstones two
         _check_version(headers)
@@ -186,8 +184,7 @@ def numbered_part(
     headers: Headers = (),
     attempt: int = 0,
 ) -> Entry:
-    """The record of a part. `type_name`: value of its type header. `attempt`: from 0; keys repeat
-    after 32 attempts, far later than an abandoned one can arrive."""
+    """The record of a part. `type_name`: of its header. `attempt`: from 0; keys repeat after 32."""
     key = f"{name}/{'0' * (attempt % _MOST_ATTEMPTS)}{number}"
     return Entry(key.encode(), content, ((TYPE_HEADER, type_name), *headers))
 

@@ -30,8 +30,7 @@ MAX_NAME_CHARS = 100
 
 
 class CorrectableError(Exception):
-    """An error that an operator can correct. `correction`: one or two sentences, of the class or of
-    the error."""
+    """An error that an operator can correct by its `correction`: one or two sentences."""
 
     correction: str = ""
 
@@ -46,8 +45,7 @@ class StreamError(CorrectableError):
 
 
 class BrokerUnavailable(StreamError):
-    """No broker answers within the deadline. A call can be repeated: after an outage everything
-    continues where it was."""
+    """No broker answers within the deadline; the call can be repeated."""
 
     correction = "Check KVLANE_BOOTSTRAP_SERVERS, the network, and whether Kafka runs."
 
@@ -84,8 +82,7 @@ class Malformed(RecordError):
 
 
 class UnknownType(Malformed):
-    """A record type that this version lacks, skipped like any malformed record (see
-    `NewerRecord`)."""
+    """A record type that this version lacks, skipped like any malformed record."""
 
     def __init__(self, type_name: str) -> None:
         super().__init__(f"unknown record type {type_name[:MAX_NAME_CHARS]!r}")
@@ -93,8 +90,7 @@ class UnknownType(Malformed):
 
 
 class NewerRecord(RecordError):
-    """A record for readers of a newer version (`streams/codecs.py`): upgrade, or skip it (`kvlane
-    topics skip`)."""
+    """A record for readers of a newer version: upgrade, or skip it (`kvlane topics skip`)."""
 
     def __init__(self, required: int, version: int, place: str = "") -> None:
         at = f"the record at {place}" if place else "a record"
@@ -113,8 +109,7 @@ class RecordTooLarge(RecordError):
 
 
 class AppendFailed(StreamError):
-    """No acknowledgement came. The record may be in the log: repeat it only if duplicates are
-    harmless."""
+    """No acknowledgement came: repeat the append only if duplicates are harmless."""
 
     correction = (
         "The record may be in Kafka. Publish a prompt again with the same id: it runs once."
@@ -140,8 +135,7 @@ class NothingToSkip(StreamError):
 
 
 class OwnershipLost(StreamError):
-    """The group has rebalanced without this member; its records are redelivered to the new
-    owner."""
+    """The group has rebalanced without this member."""
 
 
 class LogClosed(StreamError):

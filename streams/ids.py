@@ -10,8 +10,7 @@ import uuid
 from kvlane.streams.clock import Clock
 
 TENANT_PATTERN = r"[A-Za-z0-9._:@-]{1,100}"
-"""A tenant's name, over HTTP and on Kafka: without a slash and a zero byte, the separators after
-tenants."""
+"""A tenant's name: without a slash and a zero byte, the separators after tenants."""
 TAG_CHARS = 8
 SALT_CHARS = 32
 _UUID_CHARS = 36
@@ -42,8 +41,7 @@ class RequestIds:
 
 
 class TenantTag:
-    """Binds ids to tenants: TAG_CHARS hex digits of HMAC-SHA256(secret, tenant, UUID). Equal for
-    all gateways with the same secret."""
+    """Binds ids to tenants: TAG_CHARS hex digits of HMAC-SHA256(secret, tenant, UUID)."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -66,8 +64,7 @@ class TenantTag:
         )
 
     def cache_salt(self, tenant: str, salt: str) -> str:
-        """The cache salt of a tenant's request; `cache_salt` is the client's. An HMAC, so that no
-        client can choose a salt whose block hashes are another tenant's."""
+        """The cache salt of a tenant's request: an HMAC, so that no client has another tenant's."""
         parts = f"cache\0{tenant}\0{salt}".encode(errors="surrogatepass")
         return hmac.digest(self._secret, parts, "sha256").hex()[:SALT_CHARS]
 
@@ -89,8 +86,7 @@ def new_request_id(clock: Clock, rng: random.Random) -> str:
 
 
 def issued_ms(request_id: str) -> int | None:
-    """Creation time of an id, by the clock of its maker; None for ids without a time. Characters
-    after the UUID are ignored."""
+    """Creation time of an id (of the UUID at its start), by the clock of its maker; else None."""
     try:
         drawn = uuid.UUID(request_id[:_UUID_CHARS])
     except ValueError:

@@ -185,7 +185,7 @@ class TransactionalWriter(Protocol):
 
 class Log(Protocol):
     """A connection to the log, for one process. All methods, also of its readers and members, may
-    raise Denied, and LogClosed after `close`."""
+    raise AccessDenied, and LogClosed after `close`."""
 
     async def start(self) -> None:
         """Connect. Raises BrokerUnavailable, AccessDenied."""
@@ -222,16 +222,15 @@ class Log(Protocol):
         """First offset appended at or after `timestamp_ms`; the end when there is none."""
 
     async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
-        """Partitions of topics outside of the deployment, by their whole names; 0: does not exist.
-        One query for all of them. Raises BrokerUnavailable."""
+        """Partitions of topics outside of the deployment, by whole names; 0: does not exist. Raises
+        BrokerUnavailable."""
 
     def outside(self) -> Log:
         """Another connection of this process, for topics of clients by their whole names. No
         failure of an append there fails one here. To be started; closed with this one."""
 
     def transactional_writer(self, name: str) -> TransactionalWriter:
-        """A writer that appends nothing until `open`; closed with this connection. The deployment's
-        prefix is added to the name."""
+        """A writer that appends nothing until `open`; its name gets the deployment's prefix."""
 
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> Reader:
         """A reader that reads nothing until `assign`. `moving=False`: for a fixed assignment, with

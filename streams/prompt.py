@@ -26,8 +26,7 @@ APPENDED_HEADER = "kvlane-appended-ms"
 before, in ms of broker time, in decimals. It is the time by which a copy is recognised."""
 _TIME_DIGITS = 18
 MAX_DEADLINE_S = (TOPICS_BY_NAME[BATCH].retention_ms or 0) / 1000
-"""Longest time limit, in seconds: a prompt is kept no longer. Each class has its own bound, by
-setting."""
+"""Longest time limit: a prompt is kept no longer. Each class has its own bound, by setting."""
 
 
 class Prompt(BaseModel):

@@ -22,12 +22,10 @@ from kvlane.streams.ports import Appended, Entry
 log = logging.getLogger(__name__)
 
 SLOW_APPEND_S = 1.0
-"""A slower append indicates a problem of the broker or the network, which delays the appends of
-other processes too. Usually one takes a few milliseconds, on a busy machine a hundred."""
+"""A slower append indicates a problem that delays the appends of other processes too."""
 
 RETRY_WAIT_S = 15.0
-"""Wait of a failed append while another one to the same target is being retried. It retries
-as soon as that one is acknowledged, and by itself, because that one may fail for its size."""
+"""Wait of a failed append while another one to the same target is being retried."""
 
 AppendTarget = tuple[str, object]
 """A topic, and a partition or, if the client picks it, the key."""
@@ -58,8 +56,8 @@ class Appender(Protocol):
 
 
 class RecordPublisher:
-    """Publishes records to one log; reports append times to the broker clock. All methods raise
-    RecordTooLarge, Denied and LogClosed at once: a retry would not help."""
+    """Publishes records to one log. All methods raise RecordTooLarge, AccessDenied and LogClosed at
+    once: a retry would not help."""
 
     def __init__(
         self, log: Appender, clock: Clock, broker_clock: BrokerClock | None = None

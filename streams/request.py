@@ -184,8 +184,7 @@ class BlockExtraInfo(InternalRecord, frozen=True):
 
 
 class MmRoutingInfo(InternalRecord, frozen=True):
-    """Substitute tokens for prefix matching (u32, little endian), with the content of each
-    block."""
+    """Substitute tokens for prefix matching (u32, little endian), with each block's content."""
 
     routing_token_ids: bytes = b""
     block_mm_infos: tuple[BlockExtraInfo | None, ...] = ()
@@ -208,8 +207,7 @@ class RoutingTokens(NamedTuple):
 
 
 class OpenAiBody(InternalRecord, frozen=True):
-    """An OpenAI request body, passed to the engine unchanged: a JSON object. `prompt_tokens`: the
-    estimated length of its prompt."""
+    """An OpenAI request body, passed on unchanged: a JSON object. `prompt_tokens`: an estimate."""
 
     kind: Literal["chat", "completion", "embedding"]
     json: JsonText
@@ -322,8 +320,7 @@ class Request(InternalRecord, frozen=True):
 
     @property
     def is_query(self) -> bool:
-        """Whether it is a dry run, which only returns its placement: annotation query_instance_id
-        with any value."""
+        """Whether it is a dry run, by the annotation query_instance_id with any value."""
         return bool(self.annotations) and self.annotation_value("query_instance_id") is not None
 
     def annotation_value(self, key: str) -> str | None:
@@ -334,8 +331,7 @@ class Request(InternalRecord, frozen=True):
         )
 
     def routing_tokens(self) -> RoutingTokens:
-        """Tokens for prefix matching: the prompt, or substitute tokens. With `prompt_embeds` there
-        are none."""
+        """Tokens for prefix matching: the prompt, or substitutes; none with `prompt_embeds`."""
         if self.prompt_embeds is not None:
             return RoutingTokens(b"", None)
         info = self.mm_routing_info

@@ -37,8 +37,8 @@ FILE_RETENTION_MS = 30 * 24 * 3_600_000
 PER_LANE = -1
 
 DEFAULT_LANES = 8
-"""Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the work.
-Many lanes cost time, fewer than 8 save little (docs/benchmarks.md, number of lanes)."""
+"""Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the
+work."""
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -49,8 +49,7 @@ PROMPT_READABLE_MS = 8 * DAY_MS
 retention of `batch`. For so long after its end the id of a prompt is known."""
 MAX_RECORD_BYTES = 8 * 1024 * 1024
 MAX_UNCOMPRESSED_BYTES = 2 * MAX_RECORD_BYTES
-"""Size limit of a batch after decompression, which brokers do not bound. The client holds one such
-batch at a time per partition, and 16 MiB decompress in 10 to 20 ms."""
+"""Size limit of a batch after decompression, which brokers do not bound."""
 
 
 class Topic(NamedTuple):
@@ -70,8 +69,8 @@ class Topic(NamedTuple):
     compacts: bool = False
 
     def config(self, min_insync: int) -> dict[str, str]:
-        """Broker settings of the topic. A segment is at most a quarter of the retention, since only
-        closed segments are deleted."""
+        """Broker settings of the topic. Only closed segments are deleted, so one is a quarter of
+        the retention at most."""
         shared = {
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(MAX_RECORD_BYTES),
@@ -181,8 +180,7 @@ TOPICS: tuple[Topic, ...] = (
 )  # fmt: skip
 
 OF_CLIENTS = frozenset({PROMPTS, BATCH})
-"""Topics that clients write, perhaps in transactions. One that is open holds all records behind it;
-their end, and so the lag, is the last stable offset."""
+"""Topics that clients write, perhaps in transactions; their end is the last stable offset."""
 
 READ_COMMITTED = OF_CLIENTS | {RESULTS}
 """Topics that are written by transactions, and read committed by all readers of the project. Of
@@ -222,8 +220,7 @@ _OF_REPLIES: tuple[Literal["Read", "Write"], ...] = ("Read", "Write")
 
 
 def required_acls(reply_prefixes: Sequence[str] = ()) -> list[AclRule]:
-    """The complete ACL rules of a deployment, by role. Processes compare all topics at start.
-    `reply_prefixes`: of the topics that replies may go to."""
+    """The complete ACL rules of a deployment, by role. `reply_prefixes`: of topics of replies."""
     roles = sorted({role for t in TOPICS for role in (*t.writers, *t.readers)})
     found = []
     for role in roles:

@@ -42,8 +42,7 @@ MAX_READY = 2000
 SILENT_AFTER_MS = 15_000
 """Age of a request without a reply at which the ledger is searched for the reason."""
 REPLIES_WAIT_S = 5.0
-"""Time to read the replies that are there when the ledger was searched: those of a lane in use are
-never all read at that moment."""
+"""Time to read the replies that are there when the ledger was searched."""
 REPLIES_POLL_S = 0.1
 OVERDUE_MS = 60_000
 """Time after its deadline at which a request with deleted records counts as lost."""
@@ -84,8 +83,7 @@ class LaneCollector:
         self._context.ctx.spawn(f"close writer of lane {self.lane}", self._writer.close())
 
     def on_request_record(self, log_record: LogRecord) -> None:
-        """A record of `requests`. Raises RecordError when it belongs in another lane: no router
-        runs it here, so it never gets a reply."""
+        """A record of `requests`. Raises RecordError when it belongs in another lane."""
         record = log_record.record
         assert isinstance(record, Request | Cancel | Refused), "no other types are read"
         if lane_of(record.id, self._lane_count) != self.lane:
@@ -226,8 +224,7 @@ GATHER_S = 0.05
 """Records come together from so long: a result may be so much later, for a fraction of the polls,
 each of which costs a query for the ends of `requests`."""
 REQUESTS_WAIT_S = 0.25
-"""Time for the requests of a poll, which are mostly read at once: setting a lane aside costs new
-fetches."""
+"""Time for the requests of a poll: setting a lane aside costs new fetches."""
 REQUESTS_POLL_S = 0.01
 ASIDE_POLL_S = 0.1
 
@@ -270,8 +267,7 @@ class LaneReader:
             await reader.close()
 
     def _assign(self, reader: Reader) -> bool:
-        """Read the records that the lanes need, from their positions; False if they need
-        nothing."""
+        """Read the records that the lanes need; False if they need nothing."""
         wanted = {
             Partition(RESPONSES, lane.lane): lane.position
             for lane in self._lanes.values()

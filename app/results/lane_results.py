@@ -41,8 +41,7 @@ class LaneResults:
         self.ready: dict[PendingResult, None] = {}
         """Requests that are over, in the order of their ends."""
         self.replaced: list[int] = []
-        """Offsets of records in whose place is another one, or whose request has its result, to be
-        marked as done."""
+        """Offsets of records that are done without a result of their own."""
         self.cut_below = 0
         """Records of replies to requests below this offset may have been deleted."""
         self._kept_ms = kept_ms
@@ -61,8 +60,7 @@ class LaneResults:
         self._finished = dict(finished) | self._finished
 
     def first_ms(self, default_ms: int) -> int:
-        """The append time of the first request without a result, in broker time. Those that are not
-        read yet are younger."""
+        """The append time of the first request without a result, in broker time."""
         return min((pending.appended_ms for pending in self._pending.values()), default=default_ms)
 
     def take_finished(self) -> list[PendingResult]:
@@ -73,8 +71,7 @@ class LaneResults:
         return done
 
     def take_unreplied(self, request_id: str, appended_ms: int) -> WrittenResult | None:
-        """The result of another collector, of a request whose reply may be missing; once for each.
-        Not of a request which this one repeats."""
+        """The result of another collector, whose reply may be missing; once for each."""
         written = self._finished.get(request_id)
         if written is None or written.place is None or written.at_ms < appended_ms - CLOCK_SKEW_MS:
             return None
@@ -157,8 +154,8 @@ class LaneResults:
         self._end(pending)
 
     def unanswered(self, before_ms: int) -> list[PendingResult]:
-        """Requests that were appended before a broker time, and whose reply has not begun, or may
-        have begun among deleted records."""
+        """Requests from before a broker time whose reply has not begun, or among deleted
+        records."""
         return [
             p
             for p in self._by_key.values()

@@ -73,8 +73,8 @@ class PendingResult:
         self._model_name = asked.model
         self.replaced: list[int] = []
         self.renewals: dict[int, int] = {}
-        """Append times of later records with the answer so far, by offset, until a Fence names one
-        of them before the next run."""
+        """Append times of later records with the answer so far, by offset, until a Fence names
+        one."""
         shown = asked.shown
         self._transcript = Transcript(record.id, keep=options.kind == "tokens", shown_piece=shown)
         self._model: Model | None = None

@@ -35,12 +35,10 @@ from kvlane.streams.topics import partition_of
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 6
-"""Of appends in a row while the broker answers this process: one and a half minutes, of which a
-partition that has lost its leader needs some seconds if there is another copy."""
+"""Of appends in a row while the broker answers this process: one and a half minutes."""
 MAX_WAITING = 10_000
 MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""Bounds of all replies that wait. Beyond them the replies of the partition that has waited longest
-are left out: it is one that takes none."""
+"""Bounds of all waiting replies; beyond them the partition that waits longest loses its own."""
 MAX_BATCH = 100
 MAX_BATCH_BYTES = 512 * 1024
 """Bounds of one append. A larger reply is appended alone."""
@@ -124,8 +122,8 @@ class ReplySender:
         self._has_unplaced = asyncio.Event()
         self._queues: dict[Partition, _Queue] = {}
         self._suspects: set[Partition] = set()
-        """Partitions whose last append has failed. They have a connection of their own, since a
-        failed append ends all others that are under way in its connection."""
+        """Partitions whose last append has failed, on a connection of their own: it ends all
+        others."""
         self._connections: dict[bool, Log] = {}
         self._started: set[bool] = set()
         self._starting = asyncio.Lock()

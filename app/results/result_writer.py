@@ -41,8 +41,7 @@ MAX_BATCH_BYTES = 4 * 1024 * 1024
 MAX_RESULT_BYTES = MAX_RECORD_BYTES - 64 * 1024
 """Largest value of a result; the rest is for its key and headers."""
 FENCED_PAUSE_S = 1.0
-"""Wait before the writer is opened again after another collector has opened it: whichever of the
-two has lost the lane learns of it within a heartbeat."""
+"""Wait before the writer is opened again after another collector has opened it."""
 
 T = TypeVar("T")
 
@@ -109,8 +108,8 @@ class ResultWriter:
     def mark_finished(
         self, offset: int, request_id: str, appended_ms: int, address: ReplyAddress | None
     ) -> None:
-        """A request needs no other result. If its own was found in the log, the reply may be
-        missing."""
+        """A request needs no other result. Its reply may be missing, if its own was found in the
+        log."""
         written = None
         if address is not None:
             written = self._results.take_unreplied(request_id, appended_ms)
@@ -165,8 +164,7 @@ class ResultWriter:
             self._finish(batch)
 
     async def _reopen(self) -> None:
-        """Open the writer again. Another collector may have opened it and written meanwhile, also
-        results of requests that were in no failed transaction of this one."""
+        """Open the writer again: another collector may have written any results meanwhile."""
         await self.open()
         await self.find_results(self._results.first_ms(self._context.broker_clock.now_ms()))
 

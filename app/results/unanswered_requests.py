@@ -31,8 +31,8 @@ NO_LIMIT_MS = sys.maxsize
 
 
 class LedgerFindings(NamedTuple):
-    """Unanswered requests, by their records in the ledger. Those that go on are in neither.
-    `repetitions`: of another request. `ended`: over, with those that they may repeat."""
+    """Unanswered requests, by the ledger: `repetitions` of others; `ended`, or repeating; not those
+    that go on."""
 
     repetitions: list[PendingResult]
     ended: list[PendingResult]
@@ -41,8 +41,7 @@ class LedgerFindings(NamedTuple):
 async def search_ledger(
     context: CollectorContext, lane: int, unanswered: Sequence[PendingResult]
 ) -> LedgerFindings:
-    """The findings about requests of a lane. For those that are still unanswered when `responses`
-    has been read to its end after this call."""
+    """The findings about requests that are unanswered when `responses` is read to its end later."""
     source = Partition(LEDGER, lane)
     first_ms = min(pending.appended_ms for pending in unanswered)
     since_ms = max(0, first_ms - context.remembered_ms - CLOCK_SKEW_MS)

@@ -31,7 +31,7 @@ class BrokerProbe:
     """Whether Kafka has answered within `timeout_s`. `run` must be running."""
 
     def __init__(self, kafka: Log, clock: Clock, timeout_s: float, spawn: Spawn) -> None:
-        """`spawn` starts a supervised task: a permanent error, such as Denied, is raised in one."""
+        """`spawn` starts a supervised task: a permanent error (AccessDenied) is raised in one."""
         self._log = kafka
         self._clock = clock
         self._timeout_s = timeout_s

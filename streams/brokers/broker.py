@@ -62,8 +62,7 @@ class Broker(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """Restart a dead broker with the same data and ports. Raises NoLocalBroker. Blocks until it
-        answers. A given broker is only probed."""
+        """Restart a dead broker with the same data and ports. Raises NoLocalBroker. Blocks."""
 
     def __enter__(self) -> Self:
         return self.start()
@@ -212,8 +211,7 @@ SMALL_BROKER: dict[str, str] = {
 
 
 def replication_settings(brokers: int) -> dict[str, str]:
-    """Copies on every broker, and one of them may be missing, as in production. For the broker's
-    own topics too, and as the default of all others."""
+    """Copies on every broker, and one of them may be missing, as in production."""
     copies, in_sync = str(brokers), str(max(1, brokers - 1))
     settings = {
         "default.replication.factor": copies,

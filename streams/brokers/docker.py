@@ -36,8 +36,7 @@ _PORT = 9092
 _DATA = "/var/lib/kafka/data"
 _ADVERTISED = "/tmp/kvlane-advertised"  # noqa: S108 - inside the container
 _OWN = "OWN://127.0.0.1:9094"
-"""For transactions the broker connects to itself, and the address for clients is one outside of the
-container."""
+"""The broker's own address, since the one for clients is outside of the container."""
 _SETTINGS = {
     **SMALL_BROKER,
     **replication_settings(1),
@@ -194,8 +193,7 @@ def volume(folder: Path) -> str:
 
 
 def find_image(report: ReportLine) -> str:
-    """The image to run: one that is here, or the official one, pulled. Raises NoLocalBroker. A
-    locally built image goes before pulling: it was built because no registry answered."""
+    """The image to run: one that is here, or the official one, pulled. Raises NoLocalBroker."""
     daemon = _daemon(_DAEMON_DEADLINE_S)
     with contextlib.closing(daemon):
         for image in (OFFICIAL_IMAGE, LOCAL_IMAGE):

@@ -155,8 +155,8 @@ class JvmBroker(Broker):
                 node.start()
 
     def stop(self) -> None:
-        """See `Broker`. Without data that are kept there is nothing to end in order. Nor is there
-        with several nodes: an orderly end waits for a quorum that is gone."""
+        """See `Broker`. In order only one node with kept data: several wait for a quorum that is
+        gone."""
         try:
             if self._kept is not None and len(self.nodes) == 1:
                 self.nodes[0].stop(STOP_DEADLINE_S)
@@ -202,8 +202,7 @@ def add_links(settings: dict[str, str], links: Sequence[LinkPorts]) -> None:
 
 
 def prepare(report: ReportLine) -> Path:
-    """The directory with the files for quick starts, made when absent. Raises NoLocalBroker. It has
-    a formatted data directory and the parsed classes of the broker."""
+    """The directory with the files for quick starts, made when absent. Raises NoLocalBroker."""
     key = hashlib.sha256(f"{java()} {java().stat().st_mtime_ns}".encode()).hexdigest()[:8]
     fetched = jars(report)
     return build_once(
@@ -250,8 +249,8 @@ def _format(guard: ProcessGuard, settings: dict[str, str]) -> None:
 
 
 def _copy_formatted(formatted: Path, data: Path, number: int, cluster_id: str) -> None:
-    """Copy a formatted data directory. The cluster's id is new for every broker: one that gets the
-    port of another never joins its quorum."""
+    """Copy a formatted data directory, with a new id of the cluster: no broker joins another
+    quorum."""
     copy = data.with_name(f"{data.name}.new")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(formatted, copy)

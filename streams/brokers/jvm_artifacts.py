@@ -109,8 +109,7 @@ def check_java_version() -> None:
 
 
 def jars(report: ReportLine = lambda _: None) -> Path:
-    """The directory with the jars of the broker and its command line tools, fetched when absent.
-    Raises NoLocalBroker when Maven is missing or fails."""
+    """The directory with the broker's jars, fetched when absent. Raises NoLocalBroker."""
     key = hashlib.sha256(_POM.encode()).hexdigest()[:8]
     return build_once(
         cache_directory() / f"kafka-{KAFKA_VERSION}-{key}",
@@ -127,14 +126,12 @@ def java_command(main_class: str, arguments: Sequence[str], jvm: Sequence[str]) 
 
 
 def java_tool(main_class: str, *arguments: str) -> list[str]:
-    """The command line of a tool of Kafka's, by its Java class. Fetches absent jars. Raises
-    NoLocalBroker without Java or Maven."""
+    """The command line of a tool of Kafka's, by its Java class. Raises NoLocalBroker."""
     return java_command(main_class, arguments, ("-Xmx128m", "-XX:TieredStopAtLevel=1"))
 
 
 def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: ReportLine) -> Path:
-    """`target`; when absent, renamed from the path that `build` returns, by one process at a time.
-    Raises NoLocalBroker when it cannot be built."""
+    """`target`; when absent, renamed from the path that `build` returns. Raises NoLocalBroker."""
     if target.exists():
         return target
     try:

@@ -29,8 +29,8 @@ class LinkPorts(NamedTuple):
 
 
 class JvmNode:
-    """One broker process. `start` after `kill` or `stop` uses the same data and ports again.
-    `number`: the broker's id in the cluster, from 1. All calls block."""
+    """One broker process, with the id `number`, from 1. It keeps data and ports. All calls
+    block."""
 
     def __init__(
         self, number: int, directory: Path, port: int, settings: dict[str, str], jvm: Sequence[str],
@@ -123,8 +123,8 @@ class JvmNode:
             self._process.wait(30)
 
     def stop(self, deadline_s: float = 30.0) -> int:
-        """SIGTERM, then SIGKILL at the deadline; the exit status. Not for all nodes of a cluster at
-        once: an orderly end waits for a quorum that is gone."""
+        """SIGTERM, then SIGKILL at the deadline; the exit status. A cluster needs its quorum for
+        it."""
         if self._process is None:
             return 0
         self._process.terminate()
@@ -145,8 +145,7 @@ class JvmNode:
             os.kill(self.pid, signal.SIGCONT)
 
     def fill_disk(self) -> None:
-        """Let no file of it grow, as on a full disk: it ends at its next write. Linux only. Started
-        again, it has room."""
+        """Let no file of it grow, as on a full disk, until it is started again. Linux only."""
         _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, hard))
 

@@ -1,5 +1,5 @@
-"""Probes of a port: whether a broker serves clients there, and why a client cannot connect. No
-credentials are sent."""
+"""Probes of a port, without credentials: whether a broker serves clients, and why none can
+connect."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _NOT_KAFKA: Mapping[Spoken, str] = {
 
 
 class PortAnswer(NamedTuple):
-    """The answer of a port: its protocol, and if Kafka, the addresses which its broker advertises.
-    `over_tls`: inside a TLS connection."""
+    """The answer of a port: its protocol (`over_tls`: inside TLS), and the advertised addresses."""
 
     spoken: Spoken
     over_tls: bool = False
@@ -51,8 +50,7 @@ class ClusterMetadata(NamedTuple):
 def query_metadata(
     host: str, port: int, timeout_s: float = PROBE_TIMEOUT_S
 ) -> ClusterMetadata | None:
-    """Send a Metadata request to a plaintext listener; None without an answer. By the protocol and
-    not by a line in a log file: a broker that answers it serves clients."""
+    """Send a Metadata request to a plaintext listener; None without an answer."""
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.sendall(_request(_METADATA_V1, _NO_TOPICS))
@@ -71,8 +69,7 @@ class ClientSecurity(NamedTuple):
 
 
 async def connection_advice(servers: Iterable[str], client: ClientSecurity) -> str:
-    """The correction for servers to which a client could not connect; "" if nothing is certain.
-    Takes at most PROBE_TIMEOUT_S a server, and five at the first that accepts a connection."""
+    """The correction for servers to which a client could not connect; "" if nothing is certain."""
     for server in servers:
         host, port = _address(server)
         try:

@@ -129,8 +129,7 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def remove_labelled(name: str, deadline: float) -> None:
-    """Remove every container of this guard, until there was none for two seconds. The daemon may
-    still be making one that it was asked for before the owner died."""
+    """Remove every container of this guard, until there was none for two seconds."""
     try:
         from testcontainers.core.docker_client import DockerClient
 

@@ -220,8 +220,7 @@ async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
 
 
 class LogRateLimiter(logging.Filter):
-    """Passes one warning or error of a kind every ten seconds, with the number of suppressed ones.
-    Messages of an ordinary rebalance are logged as INFO."""
+    """Passes one warning or error of a kind every ten seconds; of a rebalance, as INFO."""
 
     PERIOD_S = 10.0
     ORDINARY = (
@@ -255,8 +254,7 @@ _calm = LogRateLimiter()
 
 
 def limit_client_logs() -> None:
-    """Filter every logger of the client, and those of this folder. Idempotent. One by one, since a
-    filter on their parent would see nothing."""
+    """Filter every logger of the client, and those of this folder. Idempotent."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("aiokafka", "kvlane.streams.kafka")):
             logging.getLogger(name).addFilter(_calm)

@@ -1,5 +1,4 @@
-"""Connection options of Kafka clients (addresses, TLS, SASL), and the connection of a process.
-Opens none. Passwords are not in `repr`."""
+"""Connection options of Kafka clients (addresses, TLS, SASL), and the connection of a process."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"
 
 
 class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is untyped
-    """The OAUTHBEARER token from a file that another program renews (UTF-8, trimmed); read at every
-    connection attempt."""
+    """The OAUTHBEARER token from a file (UTF-8, trimmed), read at every connection attempt."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -112,8 +110,7 @@ class ConnectionOptions:
 
 
 class KeyFilter:
-    """The keys whose records a consumer returns; None: all. As the consumer's key deserializer it
-    reaches the consumer's `PartitionRecords`."""
+    """The keys whose records a consumer returns; None: all. Set as its key deserializer."""
 
     def __init__(self) -> None:
         self.keys: Container[bytes | None] | None = None

@@ -91,7 +91,7 @@ class KafkaMember:
         self._closed = False
 
     async def poll(self, timeout_s: float, max_records: int = 500) -> Batches:
-        """The next records. Besides the port's errors: TopicMismatch, Denied."""
+        """The next records. Besides the port's errors: TopicMismatch, AccessDenied."""
         clock = asyncio.get_running_loop()
         deadline = clock.time() + timeout_s
         await asyncio.sleep(0)  # records that were fetched ahead are handed out without waiting
@@ -348,8 +348,7 @@ class KafkaMember:
             consumer.seek(tp, start)
 
     def _watch(self, now: float) -> None:
-        """Rejoin if a rebalance does not end. aiokafka keeps trying addresses of brokers that are
-        gone."""
+        """Rejoin if a rebalance does not end, as where addresses of brokers are gone."""
         if now - self._unsettled_from > SILENT_TIMEOUTS * self._session_s:
             self._join_anew("a rebalance does not end")
 

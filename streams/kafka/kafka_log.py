@@ -109,8 +109,8 @@ class KafkaLog:
         await self._learn_partitions()
 
     async def close(self) -> None:
-        """Leave all groups, flush queued appends, disconnect. Bounded by about two request
-        time-outs, also while no broker answers. Idempotent."""
+        """Leave all groups, flush queued appends, disconnect, within two request time-outs.
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -139,8 +139,7 @@ class KafkaLog:
         return self._partitions[topic]
 
     async def refresh_topics(self) -> dict[str, int]:
-        """Refresh the existing topics and their partition counts. Raises BrokerUnavailable,
-        AccessDenied."""
+        """List the topics and their partition counts. Raises BrokerUnavailable, AccessDenied."""
         return await self._learn_partitions()
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:

@@ -38,8 +38,7 @@ _GATHER_BYTES = 1024 * 1024
 idle reader at the first record (`streams/kafka/client_patches/session_fetcher.py`)."""
 
 _PATIENCE = 0.75
-"""Fraction of the request time-out, which is meant for appends: a broker answers a reader in 250
-ms. A hung member of its cluster may cost three waits."""
+"""Fraction of the request time-out: a broker answers a reader in 250 ms."""
 
 
 class KafkaReader:
@@ -90,7 +89,7 @@ class KafkaReader:
         self._changed.set()
 
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
-        """The next records. Besides the port's errors: TopicMismatch, Denied."""
+        """The next records. Besides the port's errors: TopicMismatch, AccessDenied."""
         self._check_open()
         clock = asyncio.get_running_loop()
         deadline = clock.time() + timeout_s
@@ -203,8 +202,7 @@ class KafkaReader:
             self._answered_ms, self._silent_from = answered_ms, now
 
     def _watch(self, now: float, *, idle: bool) -> None:
-        """Reconnect after a long time without responses. The client fetches many times a second,
-        and keeps trying addresses where no broker is."""
+        """Reconnect after a long time without responses."""
         if not idle:
             self._silent_from = now
         elif now - self._silent_from > self._silence_s:

@@ -132,8 +132,7 @@ class KafkaTransactionalWriter:
 
 
 async def _write(producer: AIOKafkaProducer, records: Sequence[TopicEntry]) -> None:
-    """Write a transaction. Raises the error that ended it, whichever call fails: the client answers
-    later calls with errors that follow from the first one."""
+    """Write a transaction. Raises the error that ended it, whichever call fails later."""
     sent: list[asyncio.Future[Any]] = []
     try:
         await producer.begin_transaction()

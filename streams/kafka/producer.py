@@ -182,8 +182,7 @@ class Producer:
 
 
 async def end_unflushed(connecting: asyncio.Task[AIOKafkaProducer], grace_s: float) -> None:
-    """Stop a producer without flushing its queue. Pending requests are awaited, since the client
-    does not end them once connections are closed."""
+    """Stop a producer without flushing its queue; pending requests are awaited."""
     if not connecting.done():  # so nothing was sent
         connecting.cancel()
         await asyncio.wait({connecting}, timeout=grace_s)

@@ -264,8 +264,8 @@ def _check_count(name: str, found: int, expected: int) -> None:
 
 
 async def count_lagging_partitions(log: KafkaLog) -> int:
-    """Number of partitions of this deployment with a replica that is not in sync. Raises
-    AccessDenied, BrokerUnavailable."""
+    """Number of partitions with a replica that is not in sync. Raises AccessDenied,
+    BrokerUnavailable."""
     async with _admin(log) as admin:
         topics = await admin.describe_topics()
     own = (topic for topic in topics if topic["topic"].startswith(log.prefix))

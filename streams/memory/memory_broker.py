@@ -33,8 +33,8 @@ class AppendFate(Enum):
     TWICE = "twice"
     """Appended again before the acknowledgement: the producer's retry of an unanswered request."""
     LATE = "late"
-    """AppendFailed is raised; it is appended up to `BrokerFaults.late_s` later. The producer keeps
-    its queue: its later appends to this partition come after it."""
+    """AppendFailed is raised; it is appended up to `late_s` later, before the producer's later
+    ones."""
     OVERTAKEN = "overtaken"
     """As LATE, but the producer was replaced: appends of its successor come first."""
 
@@ -86,8 +86,8 @@ class MemoryBroker:
         session_timeout_s: float = 10.0,
         max_poll_interval_s: float = 300.0,
     ) -> None:
-        """Every topic of `streams/topics.py` exists from the start. `partitions` overrides counts
-        by topic. `max_records` bounds partitions that delete by age."""
+        """All topics of `streams/topics.py` exist; `partitions` overrides counts. `max_records`
+        bounds partitions that delete by age."""
         overrides = partitions or {}
         self.clock = clock
         self.faults = faults or BrokerFaults()

@@ -1,5 +1,4 @@
-"""One process's connection to the in-memory broker: appends, queries, readers. Owns requests in
-transit; their responses are dropped once the client is killed."""
+"""One process's connection to the in-memory broker: appends, queries, readers."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class MemoryLog:
             await user.close()
 
     def kill(self) -> None:
-        """As kill -9: nothing more is sent. Appends that had left the process arrive a little later
-        (`BrokerFaults.departed`); group memberships end by their session time-out."""
+        """As kill -9: nothing more is sent, but appends that had left the process arrive later."""
         self.is_killed = True
         for line in self._lines.values():
             line.kill()
@@ -89,8 +87,7 @@ class MemoryLog:
             self.suspended_at = None
 
     def cut_off(self) -> None:
-        """As a broken link to the broker that coordinates its groups: all other requests arrive.
-        Until `reconnect`. Its members give their partitions up after the session time-out."""
+        """As a broken link to the coordinator of its groups, until `reconnect`."""
         if self.cut_off_at is None:
             self.cut_off_at = self.broker.clock.now()
             for user in self._users:

@@ -28,8 +28,7 @@ _UNHEARD = (AppendFate.UNREPORTED, AppendFate.LATE, AppendFate.OVERTAKEN)
 
 
 class AppendQueue:
-    """Appends arrive in the order of sending, also abandoned ones and those of an ended process.
-    Except where the producer was replaced (`AppendFate.OVERTAKEN`)."""
+    """Appends arrive in the order of sending, except after `AppendFate.OVERTAKEN`."""
 
     def __init__(self, client: MemoryConnection, log: PartitionLog) -> None:
         self._client = client

@@ -1,5 +1,4 @@
-"""One partition of the in-memory broker: offsets, deletion, compaction and open transactions, and
-the cursors that read it."""
+"""One partition of the in-memory broker, and the cursors that read it."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class WakeUp:
 
 
 class Cursor:
-    """Positions in some partitions, and the set of those with unread records. A partition is
-    `ready` if it was appended to since it was last read to its end."""
+    """Positions in some partitions; `ready`: those with unread records."""
 
     def __init__(self) -> None:
         self.wake_up = WakeUp()
@@ -85,8 +83,8 @@ class Cursor:
         self.wake_up.notify()
 
     def read(self, max_records: int) -> dict[Partition, Sequence[MemoryRecord]]:
-        """The next records of the ready partitions, moving on; partitions take turns. The caller
-        has checked that no position is below the start of its log."""
+        """The next records of the ready partitions, in turns. No position is below the start of its
+        log."""
         taken: dict[Partition, Sequence[MemoryRecord]] = {}
         for log in list(self.ready):
             if max_records <= 0:
@@ -162,8 +160,8 @@ class PartitionLog:
         return list(islice(takewhile(lambda record: record.offset < end, visible), limit))
 
     def offset_at(self, timestamp_ms: int) -> int:
-        """First offset at or after a time; the end when there is none. Linear search: times may go
-        back after a change of the leader."""
+        """First offset at or after a time; else the end. Linear: a new leader's times may go
+        back."""
         return next((r.offset for r in self.records if r.timestamp >= timestamp_ms), self.end)
 
     def delete_before(self, offset: int) -> None:

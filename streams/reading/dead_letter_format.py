@@ -33,8 +33,8 @@ class DeadLetterWriter:
         self._keep_prompts = keep_prompts
 
     async def write(self, topic: str, record: Record, reason: str, tries: int = 1) -> Appended:
-        """Write the dead letter of a record; retries until acknowledged, so it may be duplicated. A
-        dead letter that is too large loses its value, then its key too."""
+        """Write the dead letter of a record, until acknowledged. One too large loses value, then
+        key."""
         partition = None if record.key is not None else 0
         letter = to_dead_letter(topic, record, reason, tries, keep_value=self._keep_prompts)
         try:

@@ -57,8 +57,7 @@ class RecordDecoder:
         self._logged: set[tuple[str, str]] = set()
 
     async def decode_records(self, source: Partition, records: Sequence[Record]) -> list[LogRecord]:
-        """The decoded records, in order, without malformed ones. Raises NewerRecord, with its
-        position, for one that no operator has skipped."""
+        """The decoded records, in order, without malformed ones. Raises NewerRecord."""
         log_records: list[LogRecord] = []
         for record in records:
             try:

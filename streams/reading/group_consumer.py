@@ -71,8 +71,7 @@ GAP_CHECK_S = 5.0
 RECORDS_PER_POLL = 200
 """Delivered without yielding, at tens of microseconds each: a few milliseconds."""
 MAX_QUEUED_DEAD_LETTERS = 1000
-"""Bound of unacknowledged dead letters; polling stops at it. With this many the broker accepts no
-appends, and then no request can be answered either."""
+"""Bound of unacknowledged dead letters; polling stops at it."""
 DEAD_LETTER_BATCH = 50
 
 
@@ -157,8 +156,7 @@ class OffsetCommits:
     def __init__(
         self, topic: str, claims: Mapping[int, PartitionClaim], clock: Clock, every_s: float = 0.2
     ) -> None:
-        """`claims`: the open ones by partition, as they are at each commit. Each is made with
-        `moved`."""
+        """`claims`: the open ones by partition, each made with `moved`."""
         self.moved = asyncio.Event()
         self._topic = topic
         self._claims = claims
@@ -222,8 +220,7 @@ class _RejectedRecord(NamedTuple):
 
 
 class GroupConsumer:
-    """Reads one topic as a member of `group`, and commits the records that are done. `run` raises
-    the errors of polling, and returns after `close`."""
+    """Reads one topic as a member of `group`, and commits the records that are done."""
 
     def __init__(
         self,
@@ -238,8 +235,7 @@ class GroupConsumer:
         keep_prompts: bool = False,
         writes_dead_letters: bool = True,
     ) -> None:
-        """Without `writes_dead_letters` rejected records are done at once: another group of the
-        topic answers for them."""
+        """Without `writes_dead_letters` rejected records are done at once."""
         self._log = log
         self._topic = topic
         self._group = group
@@ -380,8 +376,7 @@ class GroupConsumer:
         return decoded
 
     def _refuse(self, claim: PartitionClaim, record: Record, error: RecordError) -> bool:
-        """Deliver a `Refused` that answers the sender of a malformed record; false if none is due.
-        A record of an unknown type need not have been a request."""
+        """Deliver a `Refused` to the sender of a malformed record; false if none is due."""
         if not isinstance(error, Malformed) or isinstance(error, UnknownType):
             return False
         if Refused.__name__ not in self._types:

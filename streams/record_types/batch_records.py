@@ -109,8 +109,7 @@ class BatchCancel(InternalRecord, frozen=True):
 
 
 class ResponseDeletion(InternalRecord, frozen=True):
-    """A stored response counts as deleted; its result is kept until it expires. Key
-    `response/<id>`."""
+    """A stored response counts as deleted. Key `response/<id>`."""
 
     id: str
     tenant: str = ""

@@ -24,8 +24,7 @@ RunCode = Literal[
 
 
 class Cancel(InternalRecord, frozen=True):
-    """The client cancels this request. It has the request's key, so it is read after the
-    request."""
+    """The client cancels this request. It has the request's key, so it is read later."""
 
     id: str
     reason: str = ""
@@ -213,8 +212,7 @@ class Fencing(InternalRecord, frozen=True):
 
 @final
 class Ended(InternalRecord, frozen=True):
-    """The request is over: no further action is due. `is_prompt`: as in `Assigned`, for one that
-    may have none."""
+    """The request is over: no further action is due. `is_prompt`: as in `Assigned`."""
 
     id: str
     code: EndCode | Literal["seen"]

@@ -108,8 +108,7 @@ class ModelCard(InternalRecord, frozen=True):
 
 
 class SnapshotPointer(InternalRecord, frozen=True):
-    """The position of a complete snapshot of one partition of a view. Key
-    `snapshot/<view>/<partition>`."""
+    """The position of a complete snapshot. Key `snapshot/<view>/<partition>`."""
 
     view: str = msgspec.field(name="fold")  # the name on the wire
     partition: int
@@ -139,8 +138,7 @@ class Skip(InternalRecord, frozen=True):
 
 
 class Tombstone(InternalRecord, frozen=True):
-    """The removal of an entity. On the wire: a null value, so that it compacts away, and an epoch
-    header."""
+    """The removal of an entity. On the wire: a null value, and an epoch header."""
 
     key: str
     epoch: int | None = None

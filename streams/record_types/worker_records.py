@@ -83,7 +83,7 @@ class Blocks(InternalRecord, frozen=True):
 
 
 class RunProgress(InternalRecord, frozen=True):
-    """An open run, as its worker reports it. `expected_output_tokens`: by its request, 0 if
+    """An open run, as its worker reports it. `expected_output_tokens`: by its request; 0:
     unsaid."""
 
     id: str

@@ -52,8 +52,7 @@ class PartitionTail:
                 del self.replies[reply.key]
 
     def apply(self, records: Sequence[Record]) -> list[Reply]:
-        """Feed records in offset order; returns the replies for which the reader must act. Decodes
-        awaited ones only."""
+        """Feed records in offset order; returns the replies for which the reader must act."""
         unsettled: dict[Reply, None] = {}
         for record in records:
             if record.key is not None and (awaiting := self.replies.get(record.key)) is not None:
@@ -67,8 +66,8 @@ class PartitionTail:
         return list(unsettled)
 
     def overdue(self, now: float) -> list[Reply]:
-        """Replies without a record although the position has passed the offset where one was due.
-        Called after every poll, so it checks only replies without a record so far."""
+        """Replies without a record although the position has passed the offset where one was
+        due."""
         if not self._unseen:
             return []
         self._unseen = {reply: None for reply in self._unseen if not reply.has_begun}
@@ -111,8 +110,7 @@ class LiveReader:
         return [reply for lane in self.lanes.values() for reply in lane.all_replies()]
 
     async def poll(self) -> list[tuple[int, Reply]]:
-        """Feed new records; returns the replies for which the caller must act. Waits without limit
-        for a first lane."""
+        """Feed new records; returns the replies for which the caller must act."""
         self._drop_idle()
         if not self.lanes:
             self._wanted.clear()

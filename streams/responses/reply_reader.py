@@ -27,16 +27,13 @@ from kvlane.streams.responses.reply_stream import NO_OFFSET, AttachPoint, Reply,
 from kvlane.streams.topics import BATCH, RESPONSES, TOPICS_BY_NAME, lane_of
 
 IDLE_LANE_TTL_S = 60.0
-"""A lane is read for this long after its last reply, so that the next request in it need not wait
-for a new reading position, which costs up to a pending fetch."""
+"""A lane is read for this long after its last reply: a new position costs a pending fetch."""
 
 CLOCK_MARGIN_MS = 300_000
-"""Lead of the clock that an id was made with over the broker's, as a rule. A reply that seems to
-begin otherwise is read from the oldest record."""
+"""Lead of the clock that an id was made with over the broker's, as a rule."""
 
 LOOK_BACK_S = 30.0
-"""A reply without a record is looked for before the time of its id after this long at most: most
-requests have begun by then, and one pass over a lane serves all of them."""
+"""A reply without a record is looked for before the time of its id after this long at most."""
 
 MAX_REQUEST_LIFETIME_MS = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) // 2
 """The longest lifetime of a request, enforced by the settings."""
@@ -81,8 +78,8 @@ class ReplyReader:
         *,
         moving: bool = True,
     ) -> None:
-        """`broker_clock` observes the records that are read live. `moving=False` is for a reader
-        that will `pin` all lanes (`Log.reader`)."""
+        """`broker_clock` observes live records. `moving=False`: for a reader that will `pin` all
+        lanes."""
         self._log = log
         self._clock = clock
         self._lanes = lanes
@@ -109,8 +106,7 @@ class ReplyReader:
         await asyncio.gather(*self._tasks)
 
     async def pin(self, lanes: Iterable[int]) -> None:
-        """Read these lanes permanently, whether replies are awaited in them or not. So the first
-        request in a lane need not wait for its reader. Raises BrokerUnavailable."""
+        """Read these lanes permanently. Raises BrokerUnavailable."""
         numbers = list(lanes)
         ends = await self._log.end_offsets(RESPONSES, numbers)
         for number in numbers:

@@ -26,8 +26,7 @@ from kvlane.streams.responses.unreadable import ChunkPlace, UnknownPlace, descri
 log = logging.getLogger(__name__)
 
 MAX_PENDING_PIECES = 256
-"""Buffered pieces before they are merged. So a slow consumer gets fewer and larger pieces; it
-delays no other consumer, and the buffer holds at most one whole answer."""
+"""Buffered pieces before they are merged: a slow consumer gets fewer and larger ones."""
 
 NO_OFFSET = sys.maxsize
 """An offset that no partition reaches."""
@@ -45,8 +44,8 @@ class UnconfirmedEnd(NamedTuple):
 
 
 class AttachPoint(NamedTuple):
-    """The oldest offset of a reply's lane, whether part of the reply was visible before, and
-    whether its id was issued later than that offset, by the time in the id."""
+    """The oldest offset of a reply's lane; whether part of it was visible; whether its id is
+    younger."""
 
     oldest: int
     has_begun: bool
@@ -91,8 +90,7 @@ class Reply:
         self._next = start
         self.has_begun = False
         self.unconfirmed_end: UnconfirmedEnd | None = None
-        """An End without earlier records, held back until it is confirmed: earlier text may have
-        been deleted."""
+        """An End without earlier records, held back until it is confirmed."""
         self._doubts = doubts
         self._lacks_earlier = False
         """Whether a record has shown that earlier ones of the request were not read."""
@@ -119,14 +117,14 @@ class Reply:
 
     @property
     def is_missing_start(self) -> bool:
-        """A Chunk arrived that is not the first of the request, without visible pieces before it.
-        Also one of an attempt without a Fence: the Fence is earlier in the log."""
+        """A Chunk arrived that is not the first of the request, or is of an attempt without a
+        Fence."""
         return not self.has_begun and (self._transcript.gaps > 0 or self._lacks_earlier)
 
     @property
     def is_broken(self) -> bool:
-        """Records are missing before the visible pieces, or among them: their text may be of an
-        abandoned attempt, and the rest does not follow it."""
+        """Records are missing before or among the visible pieces, which may be of an abandoned
+        attempt."""
         return self.has_begun and self._is_held
 
     @property
@@ -162,8 +160,8 @@ class Reply:
             self._put(bare.end)
 
     def apply(self, record: Record) -> bool:
-        """Apply a record of this request; records that were fed before are ignored. Returns whether
-        its reader must act: the reply is over, held back, or misses its start."""
+        """Apply a record of this request; whether its reader must act: over, held back, or no
+        start."""
         transcript = self._transcript
         is_done = transcript.is_over or self._is_held or self._error is not None
         if record.offset < self._next or is_done:
@@ -296,8 +294,8 @@ class Reply:
             return True
 
     async def _awaited(self, timeout_s: float | None, sink: PieceSink | None = None) -> None:
-        """Wait for a piece. Raises as `next_piece`. A future, and one timer for many waits: cheaper
-        than `asyncio.timeout`."""
+        """Wait for a piece. Raises as `next_piece`. One timer for many waits, since it is
+        cheaper."""
         assert self._waiter is None, "only one task may await the pieces of a reply"
         if self._error is not None:
             raise self._error

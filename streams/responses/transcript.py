@@ -217,8 +217,7 @@ def data_chars(deltas: Iterable[Mapping[str, Any]]) -> int:
 
 
 class Position:
-    """The position after the pieces so far, of the pieces of an answer in order. Pieces with token
-    ids may be left out."""
+    """The position after the pieces so far, in order. Pieces with token ids may be left out."""
 
     __slots__ = ("_other_units",)
 
@@ -242,8 +241,8 @@ class Position:
 
 
 def rest_after(piece: Chunk, end: int, position: int) -> Chunk | None:
-    """The part of a piece that ends at `end` behind a position; None if nothing is. Of the last
-    piece at least its end remains. A piece with token ids remains whole."""
+    """The part of a piece, which ends at `end`, behind a position; None if nothing is. A piece with
+    token ids remains whole, and of the last piece its end."""
     units = len(piece.token_ids) or _units(piece)
     known = position - (end - units)
     if known <= 0 or (known < units and piece.token_ids):

@@ -91,8 +91,7 @@ class OffsetWaiters:
 log = logging.getLogger(__name__)
 
 JOIN_DISTANCE = RECORDS_PER_POLL
-"""Offsets to the ends, and to the position of the shared reader, at which a view joins it: they are
-in one poll, and records that the other subscribers have are decoded again."""
+"""Offsets to the ends, and to the shared reader's position, at which a view joins it: one poll."""
 
 StartOffset = Callable[[Partition], Awaitable[int]]
 """The first offset for a view without a snapshot; the start of the log if that is later."""
@@ -287,8 +286,7 @@ class Follower:
         return self._tail.distance(self.positions()) <= JOIN_DISTANCE
 
     def _awaited(self) -> Sequence[Partition]:
-        """Partitions in which an offset is awaited. Their last offsets may have been deleted: then
-        no record moves the position on."""
+        """Partitions in which an offset is awaited, whose last offsets may have been deleted."""
         return list(dict.fromkeys((*self._behind, *self._barriers.pending_partitions)))
 
     def _apply(self, batches: Sequence[DecodedBatch]) -> None:

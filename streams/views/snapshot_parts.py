@@ -16,8 +16,7 @@ from kvlane.streams.records import SnapshotPointer
 
 SNAPSHOT_FORMAT = 1
 SLICE_BYTES = 1_000_000
-"""Bytes of serialized state per part, before compression: a part stays below 1 MiB even if zstd
-saves nothing. Hashing or compressing one slice takes 2-5 ms; the event loop runs in between."""
+"""Bytes of serialized state per part, before compression: a part stays below 1 MiB."""
 COMPRESSION_LEVEL = 3
 
 _PART = b"SnapshotPart"
@@ -26,9 +25,7 @@ _NUMBER = "part"  # header: from 0
 
 
 class UnusableSnapshotError(Exception):
-    """A snapshot that cannot be used. Caught in `streams/views/snapshot_store.py`: the log is
-    read instead.
-    """
+    """A snapshot that cannot be used: the log is read instead."""
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, kw_only=True):

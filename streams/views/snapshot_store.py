@@ -57,8 +57,7 @@ class KnownPointer(NamedTuple):
 
 
 def capture(view: MaterializedView, source: Partition) -> CapturedState:
-    """Capture state, hash and position of a partition: nothing may be applied meanwhile. Raises
-    ValueError if the view has no position there."""
+    """Capture state, hash and position of a partition. Raises ValueError without a position."""
     position = view.position(source)
     if position is None:
         raise ValueError(f"{view.name} has no state of {source.topic}[{source.partition}]")
@@ -96,8 +95,7 @@ class SnapshotStore:
     async def write(
         self, taken: CapturedState, is_wanted: Callable[[], bool] = lambda: True
     ) -> SnapshotPointer | None:
-        """Write a snapshot; None, without a pointer, as soon as `is_wanted` is false. Appends are
-        retried until acknowledged."""
+        """Write a snapshot, until acknowledged; None as soon as `is_wanted` is false."""
         cover, data = taken
         source = Partition(cover.topic, cover.partition)
         checksum = await self._checksum(cover, data)
@@ -125,8 +123,8 @@ class SnapshotStore:
         return pointer
 
     async def load(self, view: MaterializedView, *sources: Partition) -> frozenset[Partition]:
-        """Restore the newest valid snapshot of each partition. Returns the restored ones; the view
-        has no state of the others. Raises BrokerUnavailable."""
+        """Restore the newest valid snapshots; returns the restored partitions. Raises
+        BrokerUnavailable."""
         await self.refresh()
         loaded: set[Partition] = set()
         for age in range(POINTERS_KEPT):

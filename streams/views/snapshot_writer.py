@@ -26,8 +26,7 @@ CHECKS_PER_PERIOD = 5
 """Due checks per snapshot period; a snapshot is at most a fifth of a period late."""
 MAX_CHECK_INTERVAL_S = 10.0
 MAX_RECORDS_BEHIND = 20_000
-"""A partition that has advanced by this many records is due early: reading as many again takes a
-quarter of a second, and a router has 32 partitions to read."""
+"""A partition that has advanced by this many records is due early."""
 
 CaptureInThread = Callable[[Callable[[], CapturedState]], Awaitable[CapturedState]]
 """Runs a function off the event loop."""

@@ -21,19 +21,16 @@ from kvlane.streams.records import LogRecord
 RECORDS_PER_POLL = 500
 """Decoded and applied without yielding, at 2-5 us each: the event loop is blocked for 1-3 ms."""
 GATHER_S = 0.02
-"""Records arrive up to so much later, and wake the process at most 50 times a second; the first
-ones after a pause arrive at once."""
+"""Records arrive up to so much later, the first ones after a pause at once."""
 AWAITED_GATHER_S = 0.003
-"""While records are awaited. With 256 requests in flight, most of which wait for a place, a router
-carries 2300 and 2668 a second, and 2182 and 2189 with GATHER_S (`kvlane bench router-latency`)."""
+"""While records are awaited (docs/benchmarks.md)."""
 MAX_QUEUED_RECORDS = 4 * RECORDS_PER_POLL
-"""Records that wait for one subscriber. More of them wait only for a view that is paused, or that
-takes longer to apply records than all views together to read them."""
+"""Records that wait for one subscriber; more only if it is paused or slow."""
 
 
 class DecodedBatch(NamedTuple):
-    """Consecutive records of one partition. `position` is the offset after them.
-    `log_records` are the decoded ones, without malformed records."""
+    """Consecutive records of one partition, to before offset `position`; decoded in
+    `log_records`."""
 
     source: Partition
     records: Sequence[Record]
@@ -169,8 +166,8 @@ class TailReader:
         return AWAITED_GATHER_S if self._awaited else GATHER_S
 
     async def run(self) -> None:
-        """Read for the subscribers, until cancelled. To be called once. Raises NewerRecord,
-        AccessDenied, TopicMismatch, LogClosed."""
+        """Read for the subscribers, until cancelled. Raises NewerRecord, AccessDenied,
+        TopicMismatch, LogClosed."""
         reason: Exception = LogClosed("the tail reader was stopped")
         try:
             while True:

@@ -29,8 +29,7 @@ LEADER_RETRY_S = 0.1
 
 
 class PendingBatch:
-    """One batch of a partition: appends that are sent, acknowledged, or failed together. Has the
-    interface of aiokafka's `MessageBatch`, as far as its sender uses it."""
+    """One batch of a partition, with the interface of aiokafka's `MessageBatch`."""
 
     __slots__ = ("_data", "_queue", "appends", "created_at", "record_count", "size", "tp")
 
@@ -93,8 +92,7 @@ class PendingBatch:
 
 
 class BatchQueue:
-    """The batches of one producer that are not acknowledged yet. Has the interface of aiokafka's
-    `MessageAccumulator`, as far as its sender and producer use it."""
+    """The unacknowledged batches of one producer, with the interface of `MessageAccumulator`."""
 
     def __init__(
         self,
@@ -144,8 +142,8 @@ class BatchQueue:
             self._work.set_result(None)
 
     def give_up(self, now: float) -> bool:
-        """Fail the appends whose deadline has passed; whether there were any. Those of unsent
-        batches are dropped; others may be appended later."""
+        """Fail the appends whose deadline has passed (sent ones may come); whether there were
+        any."""
         late = False
         for batch in list(self._batches()):
             for append in [a for a in batch.appends if a.deadline <= now]:
@@ -170,8 +168,8 @@ class BatchQueue:
     def drain_by_nodes(
         self, ignore_nodes: Container[int], muted_partitions: Container[TopicPartition] = ()
     ) -> tuple[dict[int, dict[TopicPartition, PendingBatch]], bool]:
-        """The next batch of every partition whose leader is known, by leader; then False: this
-        queue finds unknown leaders itself."""
+        """The next batch of each partition by its leader; then False: unknown leaders are found
+        here."""
         assert self._producer is not None
         client = self._producer.client
         self._busy_nodes = ignore_nodes

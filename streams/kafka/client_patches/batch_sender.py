@@ -115,8 +115,7 @@ class BatchSender(Sender):  # type: ignore[misc]
         producer._sender.__class__ = cls
 
     async def _sender_routine(self) -> None:
-        """Send the waiting batches to each broker without a request in flight; ends when
-        cancelled."""
+        """Send the waiting batches to each broker without a request in flight, until cancelled."""
         queue, tasks = self._message_accumulator, set[asyncio.Task[None]]()
         try:
             while True:

@@ -87,8 +87,7 @@ def client_parts() -> ClientParts:
 
 
 def tasks_of(client: AIOKafkaConsumer | AIOKafkaProducer) -> set[Any]:
-    """The background tasks of a consumer or producer that does not stop, as far as they are found.
-    Private names that another version lacks are passed over."""
+    """The background tasks of a consumer or producer that does not stop, as far as found."""
     fetcher, coordinator, sender = (
         getattr(client, name, None) for name in ("_fetcher", "_coordinator", "_sender")
     )

@@ -29,8 +29,7 @@ class DecompressionError(Exception):
 
 
 def decompress(codec: int, data: bytes, max_bytes: int) -> bytes:
-    """The content of a batch of Kafka's codec 1 to 4. Raises DecompressionError, also above
-    `max_bytes`."""
+    """The content of a batch of Kafka's codec 1 to 4. Raises DecompressionError."""
     known = _CODECS.get(codec)
     if known is None:
         raise DecompressionError(f"an unknown compression codec ({codec})")
@@ -134,8 +133,7 @@ def _zstd(data: bytes, most: int) -> bytes:
 
 
 def _read(read: Callable[[memoryview], int], most: int) -> bytes:
-    """Read to the end, at most one byte above the bound. Into memory that is returned to the system
-    at once: the allocator would keep it."""
+    """Read to the end, into memory that is returned to the system at once."""
     size = 0
     with mmap(-1, most + 1) as area, memoryview(area) as room:
         while size <= most:

@@ -27,8 +27,7 @@ NO_SESSION = 0
 FINAL_EPOCH = -1
 """Epoch of a request that lists all partitions and opens no session."""
 INITIAL_EPOCH = 0
-"""Epoch of a request that lists all partitions and opens a session. Both close the session that the
-request names."""
+"""Epoch of a request that lists all partitions and opens a session. Both close the one named."""
 MAX_EPOCH = 2**31 - 1
 
 REQUESTS_WITHOUT_SESSION = 3
@@ -57,8 +56,7 @@ class FetchSession:
 
     @property
     def record_bytes(self) -> int | None:
-        """Bytes of records in the last response; None after one of the first after a (re)start: an
-        assignment that has just changed may change again."""
+        """Bytes of records in the last response; None after one of the first after a (re)start."""
         return self._record_bytes if self._answered >= REQUESTS_WITHOUT_SESSION else None
 
     def request(self, wanted: Mapping[TopicPartition, int]) -> SessionRequest:
@@ -76,8 +74,7 @@ class FetchSession:
         return SessionRequest(self._id, self._epoch, changed, forgotten)
 
     def answered(self, session_id: int, record_bytes: int) -> None:
-        """The broker has answered the last request, without an error for the whole. `record_bytes`:
-        bytes of the records in the response."""
+        """The broker has answered the last request, with so many bytes of records."""
         self._answered += 1
         self._record_bytes = record_bytes
         if session_id == NO_SESSION:

@@ -32,8 +32,7 @@ from kvlane.streams.kafka.client_patches.session_fetcher import SessionFetcher
 log = logging.getLogger(__name__)
 
 LATE_FRACTION = 0.25
-"""Fraction of a request time-out: without a response for that long, others are asked, each for as
-long."""
+"""Fraction of a request time-out: without a response for that long, others are asked."""
 
 LATE_S = 0.5
 """Lower bound of that time: a broker without new records answers a reader after 250 ms."""
@@ -50,8 +49,7 @@ def watch_connection(connection: AIOKafkaConnection) -> None:
 
 
 class _Watch:
-    """A connection with pending requests. Times are in seconds on the clock that the client uses
-    for the arrival of responses."""
+    """A connection with pending requests. Times are on the clock of the client."""
 
     def __init__(self, connection: AIOKafkaConnection) -> None:
         self._connection = connection
@@ -177,8 +175,8 @@ def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: An
 async def _get_conn_while_open(
     client: AIOKafkaClient, node: int, **options: Any
 ) -> AIOKafkaConnection | None:
-    """A connection to a broker; None if the client is closed, or is closed meanwhile. aiokafka
-    would connect all the same, and leak the connection."""
+    """A connection to a broker; None if the client is closed meanwhile, which aiokafka would
+    leak."""
     if client._sync_task is None:  # there is one from its start until it is closed
         return None
     connection = await _get_conn(client, node, **options)

@@ -11,8 +11,7 @@ from aiokafka import TopicPartition
 from kvlane.streams.ports import Appended, Entry
 
 MAX_BATCH_BYTES = 1024 * 1024
-"""Bound of a batch of several records. One record may be larger by itself, up to the topic's
-limit."""
+"""Bound of a batch of several records."""
 
 _BATCH_BYTES = 61  # header of a batch
 _ENTRY_BYTES = 26  # attributes, length, offset, time, lengths of key and value, number of headers

@@ -30,8 +30,7 @@ from kvlane.streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
 log = logging.getLogger(__name__)
 
 MAX_CLIENT_PARSED_BYTES = 1024 * 1024
-"""A batch above this size is parsed here, record by record with all bounds, 5 us each. Smaller ones
-go through the client's compiled parser, whose output for 1 MiB is small."""
+"""A batch above this size is parsed here, with all bounds; others by the client's parser."""
 MAX_HEADERS = 1000
 HEADER_COST_BYTES = 64
 """Memory of the objects for a header, which takes 2 bytes in a batch."""
@@ -76,8 +75,8 @@ class FetchedBatches:
         self._position = 0
         self._end = self._end_of_batch()
         self.parsed_bytes = 0
-        """Decompressed bytes of the batches that were started: they take time, 1 ms per MiB, even
-        if they yield no record."""
+        """Decompressed bytes of the batches that were started: they take time without a record,
+        too."""
 
     def size_in_bytes(self) -> int:
         """Size of the response, with an incomplete batch at its end."""

@@ -166,8 +166,7 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
 
     @classmethod
     def install(cls, consumer: AIOKafkaConsumer) -> None:
-        """Give a started consumer fetch sessions, before it has an assignment. A consumer makes its
-        fetcher itself, so the one that it has made changes its class."""
+        """Give a started consumer fetch sessions, before it has an assignment."""
         fetcher = consumer._fetcher
         fetcher._sessions, fetcher._plan = {}, None
         fetcher._options = options = FetchOptions(
@@ -196,8 +195,8 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
         fetcher._sparse_options = options._replace(max_wait_ms=factor * wait_ms)
 
     async def _fetch_requests_routine(self) -> None:
-        """As aiokafka's, which waits for a set of futures at every turn. Here all of them complete
-        one future, that of a poll which has taken records."""
+        """As aiokafka's, but all events complete one future, that of a poll which has taken
+        records."""
         try:
             while True:
                 await self._fetch(await self._next_assignment())
