@@ -43,16 +43,15 @@ class OutgoingRecord(NamedTuple):
 class Appender(Protocol):
     """The part of a `Log` that records are published with."""
 
-    async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
-        """As `Log.append`."""
+    async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended: ...
 
-    async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
-        """As `Log.append_batch`."""
+    async def append_batch(
+        self, topic: str, partition: int, entries: Sequence[Entry]
+    ) -> Appended: ...
 
     def append_many(
         self, topic: str, batches: Mapping[int, Sequence[Entry]]
-    ) -> Mapping[int, asyncio.Future[Appended]]:
-        """As `Log.append_many`."""
+    ) -> Mapping[int, asyncio.Future[Appended]]: ...
 
 
 class RecordPublisher:

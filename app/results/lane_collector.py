@@ -30,7 +30,7 @@ from kvlane.streams.clock import CLOCK_SKEW_MS, retry_while_unavailable
 from kvlane.streams.errors import PositionLost, RecordError, StreamError
 from kvlane.streams.ports import Batches, Partition, Reader, Record
 from kvlane.streams.reading.group_consumer import PartitionClaim
-from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.reading.range_reader import end_offset_of, read_range
 from kvlane.streams.records import Cancel, LogRecord, Refused
 from kvlane.streams.request import Request
 from kvlane.streams.topics import REQUESTS, RESPONSES, lane_of
@@ -211,8 +211,8 @@ class LaneCollector:
         return None
 
     async def _end_of(self, topic: str) -> int:
-        lane = self.lane
-        return (await self._asked(lambda: self._context.log.end_offsets(topic, [lane])))[lane]
+        context = self._context
+        return await end_offset_of(context.log, context.ctx.clock, Partition(topic, self.lane))
 
     async def _asked(self, call: Callable[[], Awaitable[T]]) -> T:
         return await retry_while_unavailable(self._context.ctx.clock, call)

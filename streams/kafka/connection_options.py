@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -120,35 +120,22 @@ class KeyFilter:
 
 
 class KafkaSession(Protocol):
-    """Implemented by `KafkaLog` (`streams/kafka/kafka_log.py`)."""
+    """The connection of a process, as its readers, members and writers use it: `KafkaLog`."""
 
-    @property
-    def connection(self) -> ConnectionOptions:
-        """Addresses and time-outs."""
+    connection: ConnectionOptions
+    options: dict[str, Any]
+    """Options of every aiokafka client of this connection."""
+    prefix: str
+    """Of the names of the deployment's topics and groups."""
+    request_timeout_s: float
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Options of every aiokafka client of this connection."""
+    async def partitions(self, topic: str) -> int: ...
 
-    @property
-    def prefix(self) -> str:
-        """Before the names of the deployment's topics and groups."""
+    async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]: ...
 
-    @property
-    def request_timeout_s(self) -> float:
-        """After it a request has failed."""
+    async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]: ...
 
-    async def partitions(self, topic: str) -> int:
-        """As `Log.partitions`."""
-
-    async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """As `Log.start_offsets`."""
-
-    async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """As `Log.end_offsets`."""
-
-    def full_name(self, partition: Partition) -> TopicPartition:
-        """A partition by its full name."""
+    def full_name(self, partition: Partition) -> TopicPartition: ...
 
     def forget(self, user: Any) -> None:
-        """A reader or member has closed itself."""
+        """A reader, member or writer has closed itself."""

@@ -20,13 +20,9 @@ NEVER = float("inf")
 
 
 class GroupMember(Protocol):
-    @property
-    def id(self) -> str:
-        """Unique in the group."""
-
-    @property
-    def cursor(self) -> Cursor:
-        """Its bell wakes a poll that waits."""
+    id: str
+    cursor: Cursor
+    """Its bell wakes a poll that waits."""
 
     def expires_at(self) -> float:
         """When the coordinator removes this member, by its clock."""

@@ -214,36 +214,22 @@ class MemoryBroker:
 
 
 class ConnectionUser(Protocol):
-    @property
-    def cursor(self) -> Cursor:
-        """The positions that it reads from."""
+    cursor: Cursor
+    """The positions that it reads from."""
 
-    async def close(self) -> None:
-        """Stop; idempotent."""
+    async def close(self) -> None: ...
 
 
 class MemoryConnection(Protocol):
-    """Implemented by `MemoryLog` (`streams/memory/memory_log.py`)."""
+    """Implemented by `MemoryLog` (`streams/memory/memory_log.py`). Times are the broker's."""
 
-    @property
-    def broker(self) -> MemoryBroker:
-        """The broker, shared by all connections."""
-
-    @property
-    def client_id(self) -> str:
-        """The name of this client in `BrokerFaults`."""
-
-    @property
-    def is_killed(self) -> bool:
-        """Whether its process was killed."""
-
-    @property
-    def suspended_at(self) -> float | None:
-        """When the client sent its last heartbeat, while it is stopped; by the broker's clock."""
-
-    @property
-    def cut_off_at(self) -> float | None:
-        """Since when it does not reach the coordinator of its groups; by the broker's clock."""
+    broker: MemoryBroker
+    client_id: str
+    is_killed: bool
+    suspended_at: float | None
+    """When the client sent its last heartbeat, while it is stopped."""
+    cut_off_at: float | None
+    """Since when it does not reach the coordinator of its groups."""
 
     def check_open(self) -> None:
         """Raises LogClosed."""
