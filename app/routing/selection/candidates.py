@@ -105,10 +105,10 @@ NO_RESERVATIONS = Reservations(np.empty(0, np.int64), np.empty(0))
 
 class Candidates(msgspec.Struct, frozen=True, gc=False):
     """Candidates for a request with all inputs of a policy; one row each. `hashes`: see
-    `rank_hashes`; `curves`: see `recorded_curve`. `features`: load and speed; `blocks`: leading
-    blocks of the prompt cached on the device, and those to load from host and disk; see
-    `cost_kernels.py`. `taint_weights`: the sum of the weights of a place's preferred taints. Only
-    policies with a forecast use `reservations`.
+    `rank_hashes`; `curves`: see `recorded_curve`. `features`: load and speed, the `spots` of
+    `cost_kernels.py`; `blocks`: leading blocks of the prompt in three columns: cached on the
+    device, to load from host, from disk. `taint_weights`: the sum of the weights of a place's
+    preferred taints. Only policies with a forecast use `reservations`.
     """
 
     worker_ranks: Sequence[WorkerRank]
