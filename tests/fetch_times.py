@@ -1,4 +1,4 @@
-"""Times of the fetch codec and the fetch loop beside aiokafka's: `python -m tests.fetch_times`."""
+"""Times of the codecs and the fetch loop beside aiokafka's: `python -m tests.fetch_times`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from aiokafka import TopicPartition
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v11
+from aiokafka.protocol.produce import ProduceRequest, ProduceResponse_v7
 
+from kvlane.streams.kafka.client_patches.batch_sender import BatchRequest
 from kvlane.streams.kafka.client_patches.fetch_session import (
     REQUESTS_WITHOUT_SESSION,
     FetchOptions,
@@ -59,6 +61,31 @@ def fetch_times(count: int) -> dict[str, float]:
         "encode": least_us(lambda: encode_request(OPTIONS, 1, 1, positions, [])),
         "decode, aiokafka": least_us(lambda: FetchResponse_v11.decode(BytesIO(data))),
         "decode": least_us(lambda: decode_response(data, 0)),
+    }
+
+
+def produce_times(count: int) -> dict[str, float]:
+    """Times for requests and responses with batches of `count` partitions, in microseconds."""
+    batches = {TopicPartition("kvlane.responses", p): RECORDS for p in range(count)}
+    topics = [("kvlane.responses", [(p, RECORDS) for p in range(count)])]
+    data = ProduceResponse_v7([("kvlane.responses", [(p, 0, 5, -1, 0) for p in range(count)])], 0)
+    answer = bytes(4) + data.encode()
+    ours, versions = BatchRequest(batches, 4000), {0: (0, 7)}
+
+    def encode_theirs() -> bytes:
+        request = ProduceRequest(
+            required_acks=-1, timeout=4000, topics=topics, transactional_id=None
+        )
+        encoded: bytes = request.prepare(versions).encode()
+        return encoded
+
+    return {
+        "produce encode, aiokafka": least_us(encode_theirs),
+        "produce encode": least_us(lambda: BatchRequest(batches, 4000).encode()),
+        "produce decode, aiokafka": least_us(
+            lambda: ProduceResponse_v7.decode(BytesIO(answer[4:]))
+        ),
+        "produce decode": least_us(lambda: ours.decode(BytesIO(answer))),
     }
 
 
@@ -109,6 +136,7 @@ def table() -> str:
     columns = {count: fetch_times(count) for count in PARTITIONS}
     for count, column in columns.items():
         if count:
+            column.update(produce_times(count))
             column["fetch loop, aiokafka"] = uvloop.run(loop_us(count, sessions=False))
             column["fetch loop"] = uvloop.run(loop_us(count, sessions=True))
     rows = list(columns[PARTITIONS[-1]])
