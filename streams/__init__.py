@@ -7,9 +7,8 @@ records    topics.py            all topics: writers, readers, keys, retention; s
            asyncapi.py          the client topics as an AsyncAPI document
 the log    ports.py             Log, Reader, Member: the interface that kvlane uses
            kafka/, memory/      over a real broker (aiokafka), and in this process
-           errors.py, clock.py  the errors and their corrections; local and broker time
+           errors.py, clock.py  the errors and their corrections; time, retries in an outage
 writing    record_publisher.py  publish once, or until acknowledged
-           retry.py             retries during an outage
 reading    reading/             consumer groups, dead letters, ranges of offsets
            views/               materialized views, their followers and snapshots
            responses/           replies, and the stream reconstruction rule

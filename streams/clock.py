@@ -50,12 +50,12 @@ WINDOW_S = 60
 
 
 class BrokerClock:
-    """An estimate of the broker's append time, in milliseconds, from the records that were read.
+    """An estimate of the broker's append time, in ms, from the records that were read: deadlines
+    and ages are in broker time, the one clock that all processes share.
 
-    Deadlines and ages are in broker time, the one clock that all processes share. A record with
-    append time t, read at local time m, shows that its broker's clock had reached t. The estimate
-    is the latest time that records of the last one to two windows show, else older ones. It lags by
-    at most the delay of the freshest record, and may go back when a record leaves the window.
+    The estimate is the latest time that records of the last one to two windows show, else older
+    ones. It lags by at most the delay of the freshest record, and may go back when a record leaves
+    the window.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -1,15 +1,12 @@
-"""The interfaces of the log: `Log`, `Reader`, `Member`, `Record` and `RebalanceListener`.
+"""The interfaces of the log, implemented by `streams/kafka/` and `streams/memory/`.
 
-    Log      append, ask for offsets, open readers and group members, administer topics
+    Log      append, ask for offsets, open readers and group members
     Reader   reads chosen partitions from chosen positions, without a group
     Member   one member of a consumer group: owns partitions, commits explicitly
     TransactionalWriter   appends to several partitions, all or nothing, one writer of a name
-    Record   one record as it was read            Entry   one record to append
-    Unreadable   the value of a record that could not be read
 
-`streams/kafka/` and `streams/memory/` implement them; one contract suite (`tests/contracts`) runs
-over both. Names of topics are short ones, without the prefix of the deployment. Every waiting call
-has a deadline, from its caller or from the settings.
+Names of topics are without the prefix of the deployment. Every waiting call has a deadline, from
+its caller or from the settings. One contract suite (`tests/contracts`) runs over both.
 """
 
 from __future__ import annotations

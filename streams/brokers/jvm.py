@@ -45,11 +45,11 @@ STOP_DEADLINE_S = 10.0
 
 
 class JvmBroker(Broker):
-    """`brokers` brokers as one cluster, with a copy of everything on each.
+    """`brokers` brokers as one cluster, with a copy of everything on each; `nodes`: their
+    processes.
 
-    `nodes`: the processes in the order of their ids. `port`: of the first, 0: any. `full_jit`: the
-    JVM's whole compiler and more heap, for measurements. `changes`: to the settings of all nodes.
-    `links`: number of further listeners of each node, for proxies.
+    `port`: of the first, 0: any. `full_jit`: the JVM's whole compiler, for measurements. `changes`:
+    to the settings of all nodes. `links`: number of further listeners of each, for proxies.
     """
 
     kind = "jvm"

@@ -34,15 +34,7 @@ class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is unt
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Address and credentials of Kafka.
-
-    Args:
-        bootstrap_servers: host:port, several separated by commas.
-        client_id: name of the program in the broker's logs and quotas.
-        security_protocol: PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL.
-        ssl_cafile, ssl_certfile, ssl_keyfile: PEM files; without a CA file the system's are used.
-        sasl_mechanism: PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER.
-        request_timeout_ms: time a broker has to answer, in milliseconds.
+    """Address and credentials of Kafka; files are PEM.
 
     Example:
         ConnectionOptions("kafka:9093", "my-program", "SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
@@ -50,7 +42,7 @@ class ConnectionOptions:
     """
 
     bootstrap_servers: str  # host:port, several separated by commas
-    client_id: str
+    client_id: str  # name of the program in the broker's logs and quotas
     security_protocol: SecurityProtocol = "PLAINTEXT"
     ssl_cafile: Path | None = None  # None: the certificate authorities of the system
     ssl_certfile: Path | None = None
@@ -61,7 +53,7 @@ class ConnectionOptions:
     sasl_username: str = ""
     sasl_password: str = field(default="", repr=False)
     sasl_oauth_token_file: Path | None = None
-    request_timeout_ms: int = 4_000
+    request_timeout_ms: int = 4_000  # time a broker has to answer
     session_timeout_ms: int = 6_000  # for consumer groups only, so not among the client options
 
     @property

@@ -55,12 +55,7 @@ _TOPIC_VISIBLE_S = 2.0
 
 class KafkaLog:
     """Connection of one process to the topics of a deployment: `start` it first, `close` it at the
-    end.
-
-    Args:
-        connection: address and credentials.
-        prefix: prefix of all topic names (`KVLANE_TOPIC_PREFIX`).
-    """
+    end. `prefix`: of all topic names (`KVLANE_TOPIC_PREFIX`)."""
 
     def __init__(self, connection: ConnectionOptions, prefix: str = "kvlane.") -> None:
         self.connection = connection
