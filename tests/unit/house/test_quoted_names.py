@@ -24,7 +24,6 @@ FOREIGN = frozenset({
     "SchedulerStats", "RequestOutput", "MessageBatch", "MessageAccumulator", "PositionalIndexer",
     "ConcurrentRadixTreeCompressed",
     # FastStream
-    "batch_timeout_ms",
     # Kafka, numba, sockets and HTTP
     "FETCH_SESSION_ID_NOT_FOUND", "INVALID_FETCH_SESSION_EPOCH", "NUMBA_CPU_NAME",
     "NUMBA_CPU_FEATURES", "SHUT_WR", "Origin", "Host",
