@@ -27,6 +27,7 @@ from pydantic_core import PydanticCustomError
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.app.preprocess.requests.nvext import (
     I32,
+    MAX_NAMES,
     SHORT_LIST,
     STRICT_MODEL,
     Name,
@@ -120,8 +121,9 @@ def _json_form(value: Any) -> Any:
     """A schema or the like: as an object, or as its text."""
     if not isinstance(value, str | dict):
         raise PydanticCustomError("form", "must be an object, or JSON in a string")
-    if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
-        raise PydanticCustomError("form", "is longer than {most}", {"most": MAX_GRAMMAR_CHARS})
+    most = MAX_GRAMMAR_CHARS if isinstance(value, str) else MAX_NAMES
+    if len(value) > most:
+        raise PydanticCustomError("form", "is longer than {most}", {"most": most})
     return value
 
 
@@ -139,7 +141,7 @@ Prompts = Annotated[
 ]
 Inputs = Annotated[Prompts, AfterValidator(_not_empty)]
 JsonOrText = Annotated[
-    Any, BeforeValidator(_json_form, json_schema_input_type=dict[str, Any] | str)
+    Any, BeforeValidator(_json_form, json_schema_input_type=Object | GrammarText)
 ]
 
 
