@@ -42,14 +42,18 @@ SHIPPED_PLAYS = [
 
 
 @pytest.fixture
-def shipped_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = read_trace(BUNDLED_TRACE)
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A trace that counts as the published one: the first requests of the shipped one."""
+    trace = tmp_path / "published.jsonl"
+    trace.write_text("".join(BUNDLED_TRACE.read_text().splitlines(keepends=True)[:100]))
+    rows = read_trace(trace)
     for module in (policy_simulation, policy_scenarios):
         monkeypatch.setattr(module, "REQUESTS", len(rows))
     monkeypatch.setattr(policy_simulation, "PROMPT_TOKENS", sum(row.input_length for row in rows))
     monkeypatch.setattr(policy_simulation, "OUTPUT_TOKENS", sum(row.output_length for row in rows))
     monkeypatch.setattr(policy_scenarios, "TRACE_KINDS", ())
     monkeypatch.setattr(policy_scenarios, "OTHER_POLICIES", ("round_robin",))
+    return trace
 
 
 def report_of(
@@ -87,9 +91,8 @@ def test_another_trace_than_the_published_one_is_refused() -> None:
         report_of(QUICK, BUNDLED_TRACE, [])
 
 
-@pytest.mark.usefixtures("shipped_is_published")
-def test_rows_are_of_all_policies_and_bars_of_all_fleets(tmp_path: Path) -> None:
-    report = report_of(TINY, BUNDLED_TRACE, [], tmp_path / "kept")
+def test_rows_are_of_all_policies_and_bars_of_all_fleets(published: Path, tmp_path: Path) -> None:
+    report = report_of(TINY, published, [], tmp_path / "kept")
     assert [(row["policy"], row["seed"]) for row in report.rows[:5]] == [
         ("predictive", 0), ("predictive", 1), ("dynamo", 0), ("dynamo", 1), ("round_robin", 0),
     ]  # fmt: skip
@@ -104,9 +107,8 @@ def test_rows_are_of_all_policies_and_bars_of_all_fleets(tmp_path: Path) -> None
     assert {row["profile"] for row in report.rows} == {*PROFILES}
 
 
-@pytest.mark.usefixtures("shipped_is_published")
 def test_cached_results_are_reused_until_the_code_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = tmp_path / "kept"
     done: list[SimulationRun] = []
@@ -116,14 +118,14 @@ def test_cached_results_are_reused_until_the_code_changes(
     monkeypatch.setattr(
         policy_simulation, "run_timed", lambda t, run, *more: done.append(run) or timed(t, run)
     )
-    first = report_of(TINY, BUNDLED_TRACE, [], keep)
+    first = report_of(TINY, published, [], keep)
     count = len(done)
     assert count == len(first.rows) == 4 * 5
-    again = report_of(TINY, BUNDLED_TRACE, [], keep)
+    again = report_of(TINY, published, [], keep)
     assert len(done) == count
     assert again.rows == first.rows
     monkeypatch.setattr(result_cache, "source_digest", lambda: "another")
-    report_of(TINY, BUNDLED_TRACE, [], keep)
+    report_of(TINY, published, [], keep)
     assert len(done) == 2 * count
 
 
