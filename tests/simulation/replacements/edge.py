@@ -90,7 +90,7 @@ def room_is_not_shared() -> Iterator[Replacement]:
 
 
 def answers_from_their_beginning() -> Iterator[Replacement]:
-    yield stream_resume, "_position", lambda _: 0
+    yield stream_resume, "_positions", lambda _, count: [0] * count
 
 
 def answers_from_now_on() -> Iterator[Replacement]:
