@@ -189,7 +189,9 @@ async def bench_backlog(
         async with Client(on.log, on.clock) as client:
             await publish_prompts(client, results, scale.prompts)
             print_line(f"{scale.prompts} prompts are in the log; the processes start")
-            await processes.start()
+            agents = [part.name for part in parts if part.name.startswith("agent-")]
+            others = [part.name for part in parts if part.name not in agents]
+            await processes.start(*others)
             load = LoadGenerator(
                 {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}, client,
                 oracle, on.clock, rate=INTERACTIVE_RATE, tokens=TOKENS, on_kafka=0,
@@ -207,8 +209,14 @@ async def bench_backlog(
             watching = (processes.restart_crashed(), results.run(), drain.sample_memory())
             try:
                 async with background(*watching):
-                    await processes.wait_ready()
-                    await load.wait_until_served(MODEL_READY_TIMEOUT_S)
+                    await processes.wait_ready(*others)
+                    await load.wait_until_served(MODEL_READY_TIMEOUT_S, with_agents=False)
+                    if agents:
+                        # Not before: where another model has a worker, prompts for one that had
+                        # none yet are refused.
+                        await processes.start(*agents)
+                        await processes.wait_ready(*agents)
+                        await load.wait_until_served(MODEL_READY_TIMEOUT_S)
                     await drain.run()
             finally:
                 await load.close()

@@ -147,9 +147,9 @@ class LoadGenerator:
             await self._clock.sleep(max(0.0, due - self._clock.now()))
             self.request_count, self.duration_s = number, self._clock.now() - began
 
-    async def wait_until_served(self, timeout_s: float) -> None:
+    async def wait_until_served(self, timeout_s: float, *, with_agents: bool = True) -> None:
         """Wait until all gateways serve the models. Raises TimeoutError."""
-        wanted = {"demo", *([AGENT_MODEL] if self._has_agents else [])}
+        wanted = {"demo", *([AGENT_MODEL] if self._has_agents and with_agents else [])}
         async with asyncio.timeout(timeout_s):
             for client in self._openai.values():
                 while not wanted <= {model.id for model in (await client.models.list()).data}:
