@@ -15,7 +15,7 @@ from kvlane import EngineOutput, Request
 from kvlane.app.engine.interface import GenerateContext
 from kvlane.testing import MemoryDeployment, ScriptedEngine, memory_deployment
 from tests.flows.test_agents import SCRIPT, Breaking, client_of
-from tests.flows.test_messages import Event, events_of
+from tests.flows.test_messages import Event, events_of, known_events
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 MORE = SCRIPT | {"rain": "Take a coat."}
@@ -141,7 +141,7 @@ async def test_stream_resumed_after_any_event_has_the_rest() -> None:
         async with httpx.AsyncClient(base_url=deployment.url, timeout=20) as http:
             for number in (*(e.number for e in whole[::11]), 7, 9, whole[-2].number):
                 resumed = await http.get(url, headers={"Last-Event-ID": str(number)})
-                known = [event for event in whole if event.number <= number]
+                known = known_events(whole, number)
                 assert joined(known + events_of(resumed.text)) == joined(whole)
 
 
