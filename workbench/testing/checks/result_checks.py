@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import UNSET
 
 from kvlane.streams.ports import Partition
-from kvlane.streams.records import Result
+from kvlane.streams.records import PassthroughDelta, Result
 from kvlane.streams.request import Request
 from kvlane.streams.responses.transcript import Transcript
 from kvlane.streams.topics import REQUESTS, RESPONSES, RESULTS, lane_of
@@ -32,7 +32,7 @@ def result_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
         for raw in world.broker.records(RESULTS, partition):
             if isinstance(record := decode_or_none(raw), Result):
                 written[record.id].append(record)
-    asides: dict[str, list[Any]] = defaultdict(list)
+    asides: dict[str, list[PassthroughDelta]] = defaultdict(list)
     shown = shown_streams(world, asides)
     wants = dict.fromkeys(_requests_of_jobs(world), True)
     wants |= {request_id: q.wants_result for request_id, q in clients.requests.items()}
@@ -60,7 +60,7 @@ def _requests_of_jobs(world: SimulatedWorld) -> set[str]:
     }
 
 
-def _difference(result: Result, seen: Transcript, asides: Sequence[Mapping[str, Any]]) -> str:
+def _difference(result: Result, seen: Transcript, asides: Sequence[PassthroughDelta]) -> str:
     """Difference between a result and the stream of its request; "" for none."""
     if not seen.is_over:
         return f"has a result ({result.status}) and goes on"
@@ -78,7 +78,7 @@ def _difference(result: Result, seen: Transcript, asides: Sequence[Mapping[str, 
 
 
 def _difference_of_stored(
-    result: Result, seen: Transcript, asides: Sequence[Mapping[str, Any]]
+    result: Result, seen: Transcript, asides: Sequence[PassthroughDelta]
 ) -> str:
     """Difference between a stored response and the stream of its request; "" for none. White space
     alone is no item."""
@@ -99,13 +99,13 @@ def _difference_of_stored(
         ],
     }
     calls = dict[int, str]()
-    for call in (call for aside in asides for call in aside.get("tool_calls", ())):
+    for call in (call for aside in asides for call in aside.delta.get("tool_calls", ())):
         function = call["function"]
         part = function.get("name", "") + function.get("arguments", "")
         calls[call["index"]] = calls.get(call["index"], "") + part
     due = {
         "text": _joined([seen.text]),
-        "reasoning": _joined(aside.get("reasoning_content", "") for aside in asides),
+        "reasoning": _joined(aside.delta.get("reasoning_content", "") for aside in asides),
         "calls": [*calls.values()],
     }
     return "" if stored == due else f"has {stored}, its stream {due}"

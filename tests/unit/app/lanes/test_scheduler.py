@@ -141,7 +141,7 @@ def arrivals(seed: int, classes: str) -> list[tuple[int, Event]]:
 
 def next_moment(coming: list[tuple[int, int, Event]], router: SimulatedRouter, now_ms: int) -> int:
     """The time of the next event or retry; an event at the time of a retry comes later."""
-    wake_ms = math.ceil(min(router.wake_ms, 1e12))
+    wake_ms = math.ceil(min(router.queue.next_wake_ms, 1e12))
     while coming and (coming[0][0] <= now_ms or coming[0][0] == wake_ms):
         heapreplace(coming, (coming[0][0] + 1, *coming[0][1:]))
     return min(wake_ms, coming[0][0]) if coming else wake_ms
@@ -174,7 +174,7 @@ def simulated(deployment: Deployment, seed: int) -> tuple[DecidedQueue, list[tup
             heappush(coming, (at_ms, next(numbers), event))
 
     now_ms = -1
-    while coming or router.wake_ms < math.inf:
+    while coming or router.queue.next_wake_ms < math.inf:
         now_ms = next_moment(coming, router, now_ms)
         is_event = bool(coming) and coming[0][0] == now_ms
         if is_event and not decided.is_outdated(event := heappop(coming)[2]):

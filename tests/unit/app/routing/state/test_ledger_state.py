@@ -66,8 +66,7 @@ def states(load: LedgerState, name: str = "a") -> dict[RunId, str]:
 
 
 def on(load: LedgerState, worker: str = "w1", rank: int = 0) -> WorkerLoad:
-    (rank_load,) = load.active_load.loads([WorkerRank(worker, 10, rank)])
-    return rank_load
+    return load.active_load.load(WorkerRank(worker, 10, rank))
 
 
 def ended(load: LedgerState, name: str = "a") -> str:
