@@ -89,5 +89,5 @@ async def test_backlog_has_one_result_each_beside_cut_links_and_restarts_of_its_
     report = await bench_backlog(settings, scale, lines.append, shares.append)
     missed = [each.name for each in report.thresholds if not each.passed]
     assert missed == [], "\n".join(lines)
-    assert report.rows[0]["faults"] == 12
+    assert report.rows[0]["faults"] == 13
     assert sum(shares) == pytest.approx(1.0)
