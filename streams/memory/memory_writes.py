@@ -135,6 +135,7 @@ class MemoryTransactionalWriter:
         self._name = name
         self._epoch: int | None = None
         self._in_transit: tuple[Sequence[TopicEntry], int] | None = None
+        """A transaction that has not reached the broker, with its epoch."""
         self.is_closed = False
 
     async def open(self) -> None:

@@ -6,7 +6,8 @@ with the lowest virtual time goes first: prompt tokens served, divided by its we
 fair queueing, Goyal, Vin and Cheng 1996). A class that becomes backlogged starts at the current
 virtual time: idle classes accumulate no credit, and nothing that was served without a queue counts.
 
-A class is charged when a place is found, also if the worker refuses then. In this router alone;
+A class is charged when a place is found, also if the worker refuses then. A class whose waiting
+requests fit nowhere falls behind, and is preferred afterwards. In this router alone;
 `pending.py` has the order within a class.
 """
 

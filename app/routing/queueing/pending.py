@@ -13,8 +13,9 @@ classes (`fair_share.py`), and then by one of
                 a first token, of the request, its class, or `NO_TARGET_MS`. A request whose prefill
                 would end past its deadline comes after all that can meet theirs
 
-A `priority_jump` counts as waiting time in all orders. `select.py` decides whether a request may
-go.
+A `priority_jump` counts as waiting time in all orders. Requests that look for a place at one
+moment are all planned before one goes (`joint_planning.py`): otherwise the shortest would wait
+behind the one that was read first. `select.py` decides whether a request may go.
 """
 
 from __future__ import annotations
