@@ -37,6 +37,7 @@ KERNEL_MODULES = (
     "kvlane.indexer.native.xxh3_kernels",
     "kvlane.indexer.index",
     "kvlane.app.routing.selection.cost_kernels",
+    "kvlane.app.routing.state.step_kernels",
     "kvlane.app.engine.simulated.fast_forward",
 )
 """Modules that contain or import all kernels; by name, since the index does not import the

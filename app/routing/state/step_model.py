@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.state.step_kernels import FloatArray, settle, solve
 
 MIN_EQUATIONS, MIN_FACTOR_EQUATIONS = 24, 10
 """Fewest equations of a kind of engine from which coefficients are taken, and factors alone."""
@@ -43,25 +44,10 @@ with a constant part four times as large 0.1 to 0.5."""
 MIN_GAIN_ERRORS, MIN_NOISY_GAIN = 4.0, 0.03
 """Or by how many standard errors of it, about, and how much: where steps differ by noise, no
 coefficients are that much better."""
+LEVEL_ROUNDS = 3
+"""Solutions, each with the times at the levels that the one before found."""
 JOINT_MS = 2.0
 """First tokens of a worker that are no further apart are of one step, which takes longer."""
-PRIOR_WEIGHT = 0.1
-"""Of the prior, in equations, where a coefficient is measured by its share of the time: residuals
-of 0.1, shares that differ by 0.3 from the prior's."""
-ROUNDS = 8
-HUBER, SPREAD = 1.345, 1.4826
-"""Tuning constant of Huber's weights, and normal deviation by median deviation."""
-MIN_RESIDUAL = 0.01
-MIN_LEVEL = 6
-"""Fewest residuals on each side of a change of level."""
-MIN_CHANGE, MIN_EVIDENCE = 0.2, 6.0
-"""Least change of the logarithm, and its least size in standard errors."""
-FACTOR_WINDOW = 32
-"""Residuals of different steps, of which a factor is the median."""
-FACTOR_ERRORS = 2.0
-"""Standard errors by which the factor of a worker differs from the others' before it does."""
-
-FloatArray = NDArray[np.float64]
 
 
 class FirstToken(NamedTuple):
@@ -117,6 +103,15 @@ class _Equations(NamedTuple):
     independent: NDArray[np.int64]
 
 
+class _Level(NamedTuple):
+    """What coefficients leave: the times at the present level of a worker with factor 1, the factor
+    of each worker with equations, and the median error."""
+
+    took_ms: FloatArray
+    factors: Sequence[float]
+    error: float
+
+
 def fit_steps(
     runs: Mapping[str, WorkerRuns], prior: PerfCurves, chunk_tokens: int, capacity_tokens: int
 ) -> StepFit | None:
@@ -131,20 +126,25 @@ def fit_steps(
     if len(each.took_ms) < MIN_FACTOR_EQUATIONS:
         return None
     seen = [worker for worker, count in zip(names, each.counts, strict=True) if count]
-    _, prior_factors, prior_error = _settle(each, known)
-    scaled = StepFit(prior, dict(zip(seen, prior_factors.tolist(), strict=True)))
+    prior_level = _settled(each, known)
+    scaled = StepFit(prior, dict(zip(seen, prior_level.factors, strict=True)))
     if len(each.took_ms) < MIN_EQUATIONS:
         return scaled
-    typical = _median(each.took_ms / np.maximum(each.terms @ known, 1e-9))
-    start = known * typical
-    found = _solve(each.terms, each.took_ms, start)
-    for _ in range(2):
-        found = _solve(each.terms, _settle(each, found)[0], start)
-    _, factors, error = _settle(each, found)
+    start = known * np.median(each.took_ms / np.maximum(each.terms @ known, 1e-9))
+    found, level = np.empty(len(start)), prior_level._replace(took_ms=each.took_ms)
+    for _ in range(LEVEL_ROUNDS):
+        solve(each.terms, level.took_ms, start, found)
+        level = _settled(each, found)
     curves = _curves(found, prior, bend)
-    if curves is None or error > _largest_error(prior_error, len(each.took_ms)):
+    if curves is None or level.error > _largest_error(prior_level.error, len(each.took_ms)):
         return scaled
-    return StepFit(curves, dict(zip(seen, factors.tolist(), strict=True)))
+    return StepFit(curves, dict(zip(seen, level.factors, strict=True)))
+
+
+def _settled(of: _Equations, found: FloatArray) -> _Level:
+    levelled_ms, factors = np.empty(len(of.terms)), np.zeros(len(of.counts))
+    error = settle(of.terms, of.took_ms, of.counts, of.independent, found, levelled_ms, factors)
+    return _Level(levelled_ms, factors[of.counts > 0].tolist(), error)
 
 
 def _largest_error(prior_error: float, equations: int) -> float:
@@ -264,105 +264,3 @@ def _bent(tokens: FloatArray, capacity: int, bend: float) -> FloatArray:
     usage = np.minimum(tokens / capacity, 1.0)
     bent: FloatArray = (bend * usage + 1.0) * usage
     return bent
-
-
-def _solve(terms: FloatArray, took_ms: FloatArray, prior: FloatArray) -> FloatArray:
-    """Robust, regularized, non-negative coefficients."""
-    shares = (terms / took_ms[:, None]).mean(axis=0)
-    is_seen = shares > 0
-    unit = np.where(is_seen, 1.0 / np.where(is_seen, shares, 1.0), 0.0)
-    wanted, found = np.where(is_seen, prior * shares, 0.0), prior
-    scaled, ridge = terms * unit, PRIOR_WEIGHT * np.eye(len(prior))
-    for _ in range(ROUNDS):
-        expected_ms = np.maximum(terms @ found, 1e-6)
-        ratios = took_ms / expected_ms
-        deviations = np.abs(ratios - 1)
-        limit = HUBER * max(SPREAD * _median(deviations), MIN_RESIDUAL)
-        rows = scaled / expected_ms[:, None]
-        weighted = rows * np.minimum(1.0, limit / np.maximum(deviations, 1e-12))[:, None]
-        matrix = weighted.T @ rows + ridge
-        vector = weighted.T @ ratios + PRIOR_WEIGHT * wanted
-        found = np.where(is_seen, _non_negative(matrix, vector) * unit, prior)
-    return found
-
-
-def _non_negative(matrix: FloatArray, vector: FloatArray) -> FloatArray:
-    """The solution of a linear system, without the unknowns that would be negative."""
-    found = np.array(np.linalg.solve(matrix, vector), np.float64)
-    while found.min() < 0:
-        is_kept = found > 0
-        found = np.zeros(len(vector))
-        found[is_kept] = np.linalg.solve(matrix[np.ix_(is_kept, is_kept)], vector[is_kept])
-    return found
-
-
-def _settle(of: _Equations, found: FloatArray) -> tuple[FloatArray, FloatArray, float]:
-    """The times at the present level of a worker with factor 1, the factor of each worker with
-    equations, and the median error of the coefficients with these factors."""
-    expected_ms = np.maximum(of.terms @ found, 1e-6)
-    is_seen = of.counts > 0
-    counts, independent = of.counts[is_seen][:, None], of.independent[is_seen][:, None]
-    column = np.arange(counts.max())
-    is_run = column < counts
-    residuals = np.zeros(is_run.shape)
-    residuals[is_run] = np.log(of.took_ms / expected_ms)
-    at, change = _changes(residuals, counts, independent)
-    residuals += np.where(column < at, change, 0.0)
-    is_recent = is_run & (column >= counts - FACTOR_WINDOW * counts / independent)
-    middle = _medians(residuals, is_recent)
-    deviations = np.abs(residuals - middle)
-    spread = np.maximum(_medians(deviations, is_recent), _median(deviations[is_recent]))
-    known = np.minimum(independent, FACTOR_WINDOW)
-    error = FACTOR_ERRORS * 1.2533 * SPREAD * spread / np.sqrt(known)
-    common = _median(residuals[is_recent])
-    own = middle - common
-    factors = common + np.copysign(np.maximum(np.abs(own) - error, 0.0), own)
-    remaining = (residuals - factors)[is_run]
-    levelled_ms = expected_ms * np.exp(remaining)
-    return levelled_ms, np.exp(factors[:, 0]), _median(np.abs(remaining))
-
-
-def _changes(
-    residuals: FloatArray, counts: NDArray[np.int64], independent: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], FloatArray]:
-    """By row, the number of residuals before a change of their level, 0 for none; the change.
-
-    The noise is that between residuals of different steps.
-    """
-    column = np.arange(residuals.shape[1])
-    sizes = np.arange(MIN_LEVEL, max(residuals.shape[1] - MIN_LEVEL, MIN_LEVEL) + 1)
-    is_size = sizes <= counts - MIN_LEVEL
-    sums = np.cumsum(np.clip(residuals, -1.0, 1.0), axis=1)
-    before, others = sums[:, np.minimum(sizes, len(column)) - 1], np.maximum(counts - sizes, 1)
-    right = (sums[:, -1:] - before) / others
-    weights = np.where(is_size, np.sqrt(sizes * others / counts), -1.0)
-    at = sizes[np.argmax(np.abs(before / sizes - right) * weights, axis=1)][:, None]
-    at = np.where(counts < 2 * MIN_LEVEL, 0, at)
-    is_run = column < counts
-    after = _medians(residuals, is_run & (column >= at))
-    change = after - _medians(residuals, column < np.maximum(at, 1))
-    later = column + -(-counts // independent)
-    following = np.take_along_axis(residuals, np.minimum(later, len(column) - 1), axis=1)
-    noise = _medians(np.abs(following - residuals), later < counts)
-    noise = np.maximum(SPREAD * noise / math.sqrt(2), MIN_RESIDUAL)
-    evidence = (
-        np.abs(change) * np.sqrt(at * (counts - at) / counts * (independent / counts)) / noise
-    )
-    is_change = (np.abs(change) > MIN_CHANGE) & (evidence > MIN_EVIDENCE)
-    return np.where(is_change, at, 0), change
-
-
-def _medians(values: FloatArray, is_counted: NDArray[np.bool_]) -> FloatArray:
-    """The median of the counted values of each row: f64 (rows, 1), 0 for none."""
-    ordered = np.sort(np.where(is_counted, values, np.inf), axis=1)
-    counts = is_counted.sum(axis=1)[:, None]
-    middle = np.hstack((np.maximum(counts - 1, 0) // 2, counts // 2))
-    found = np.take_along_axis(ordered, middle, axis=1).sum(axis=1, keepdims=True) / 2
-    return np.where(counts, found, 0.0)
-
-
-def _median(values: FloatArray) -> float:
-    """As `np.median`, which takes 16 us longer, 29 times a fit."""
-    middle = (len(values) - 1) // 2, len(values) // 2
-    ordered = np.partition(values, middle)
-    return (ordered.item(middle[0]) + ordered.item(middle[1])) / 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -271,22 +270,3 @@ def test_equations_are_those_of_a_plain_reading(
             assert took_ms == wanted_ms
             assert terms == pytest.approx(wanted)
     assert begin == len(found.took_ms)
-
-
-@given(st.lists(st.lists(st.floats(-2, 2), max_size=7), min_size=1, max_size=4))
-def test_medians_of_rows_are_those_of_their_values(rows: list[list[float]]) -> None:
-    values = np.array([[*row, *[9.0] * (7 - len(row))] for row in rows])
-    counts = np.array([[len(row)] for row in rows])
-    found = step_model._medians(values, np.arange(7) < counts)
-    assert found.tolist() == [[float(np.median(row)) if row else 0.0] for row in rows]
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
-def test_non_negative_solution_has_no_better_neighbour(seed: int, size: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows, wanted = rng.normal(size=(12, size)), rng.normal(size=12)
-    matrix, vector = rows.T @ rows + 0.1 * np.eye(size), rows.T @ wanted
-    found = step_model._non_negative(matrix, vector)
-    assert (found >= 0).all()
-    slope = matrix @ found - vector
-    assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-6
