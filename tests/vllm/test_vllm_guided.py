@@ -53,6 +53,8 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 PATTERN = r"[a-f]{3}-[0-9]{4,6}(x|yy){2}"
+ANSWERS = 200 if "KVLANE_TEST_LONG" in os.environ else 12
+"""Of an engine that is killed."""
 CHOICES = ("the first of them", "the other one")
 
 
@@ -222,6 +224,9 @@ async def test_guided_answers_continue_when_their_engine_is_killed(
     victim = await started(model, blocks=200, structured_outputs_config=COMPACT)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     rng = random.Random(5)
+    forms: list[tuple[str, Any, Callable[[str], Any]]] = [
+        ("guided_json", SCHEMA, is_valid), ("guided_regex", PATTERN, re.compile(PATTERN).fullmatch),
+    ]  # fmt: skip
     try:
         async with (
             Fleet(model, {"victim": victim}, "doomed", tmp_path, tool_parser="hermes") as fleet,
@@ -236,10 +241,10 @@ async def test_guided_answers_continue_when_their_engine_is_killed(
             )  # fmt: skip
             ids = [
                 await fleet.make_request(
-                    [rng.randrange(16, VOCABULARY_SIZE) for _ in range(30)], 300,
-                    temperature=0.8, seed=number, guided_json=SCHEMA, ignore_eos=False,
+                    [rng.randrange(16, VOCABULARY_SIZE) for _ in range(30)], 300, temperature=0.8,
+                    seed=number, ignore_eos=False, **{forms[number % 2][0]: forms[number % 2][1]},
                 )
-                for number in range(12)
+                for number in range(ANSWERS)
             ]  # fmt: skip
             answers: dict[str, list[int]] = {}
             for request_id in ids:
@@ -252,9 +257,11 @@ async def test_guided_answers_continue_when_their_engine_is_killed(
                     tokens += piece.token_ids
             (choice,) = (await asked).choices
             moved = [i for i in ids if fleet.decisions.workers_of(i) == ["victim", "heir"]]
-        for tokens in answers.values():
-            assert is_valid(tokenizer.decode([token for token in tokens if token != 2]))
-        assert moved
+        for number, tokens in enumerate(answers.values()):
+            text = tokenizer.decode([token for token in tokens if token != 2])
+            assert forms[number % 2][2](text), text
+        print(f"\n{len(moved)} of {ANSWERS} answers continued")  # noqa: T201
+        assert len(moved) >= ANSWERS // 4
         (call,) = choice.message.tool_calls or ()
         assert isinstance(call, ChatCompletionMessageFunctionToolCall)
         assert is_valid(call.function.arguments)
