@@ -221,7 +221,12 @@ async def test_tokens_that_do_not_fit_the_form_end_their_request_alone(engine: R
 async def test_guided_answers_continue_when_their_engine_is_killed(
     model: Path, engine: RealEngine, tmp_path: Path
 ) -> None:
-    victim = await started(model, blocks=200, structured_outputs_config=COMPACT)
+    victim = await started(
+        model,
+        blocks=80 + 10 * ANSWERS,
+        max_num_seqs=20 + ANSWERS,
+        structured_outputs_config=COMPACT,
+    )
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     rng = random.Random(5)
     forms: list[tuple[str, Any, Callable[[str], Any]]] = [
