@@ -30,7 +30,6 @@ from kvlane.streams.topics import DEFAULT_LANES, REQUESTS
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from workbench.bench.process_usage import cpu_time_s, resident_bytes
 from workbench.bench.report import Report, Threshold, at_most, figure
-from workbench.bench.routing.baseline_kafka import BareProducer
 from workbench.bench.routing.decision_latency import (
     SECRET,
     decision_times,
@@ -38,6 +37,7 @@ from workbench.bench.routing.decision_latency import (
     queued_times,
 )
 from workbench.bench.routing.router_load import MODEL, RegisteredWorkers, SharedPrefixPrompts
+from workbench.bench.streaming.baseline_kafka import BareProducer
 from workbench.bench.streaming.token_latency import STREAMS, TOKENS_PER_S, token_round
 
 TOLERANCE = 1.5

@@ -37,7 +37,6 @@ from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench
 from workbench.bench.cpu_limit import limit_cpu
 from workbench.bench.cpu_profile import ProfiledProcess
 from workbench.bench.report import Report, Threshold, at_least, at_most, figure, none_of
-from workbench.bench.routing.baseline_kafka import BareProducer
 from workbench.bench.routing.router_load import (
     IN_FLIGHT,
     MANY_IN_FLIGHT,
@@ -49,6 +48,7 @@ from workbench.bench.routing.router_load import (
     SharedPrefixPrompts,
 )
 from workbench.bench.statistics import spread
+from workbench.bench.streaming.baseline_kafka import BareProducer
 
 WARM_UP_RATE, WARM_UP_S = 200, 20.0
 """The JIT compiler of the broker's JVM has done most of its work after 4000 records per side."""
@@ -154,7 +154,7 @@ async def _prepare(
     cards = [await on.register_worker(f"bench-{n}", config) for n in range(WORKERS)]
     workers = RegisteredWorkers(producers[1], cards)
     prefix = echo_settings.topic_prefix
-    echo = on.launch(ECHO, "workbench.bench.routing.baseline_kafka", topic_prefix=prefix)
+    echo = on.launch(ECHO, "workbench.bench.streaming.baseline_kafka", topic_prefix=prefix)
     samples = on.output_folder / "router.samples"
     command = ProfiledProcess.command(samples, *process_command("router"))
     router = on.launch(ROUTER, *command)

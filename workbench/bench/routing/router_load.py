@@ -28,8 +28,8 @@ from kvlane.streams.records import Assignment, Finished, Heartbeat, Started, Wor
 from kvlane.streams.request import Request, StopConditions
 from kvlane.streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REQUESTS, lane_of
 from workbench.bench.process_usage import cpu_time_s
-from workbench.bench.routing.baseline_kafka import BareProducer
 from workbench.bench.statistics import percentile
+from workbench.bench.streaming.baseline_kafka import BareProducer
 
 WORKERS = 64
 PROMPT_TOKENS = 2000

@@ -1,6 +1,6 @@
 """The bare Kafka client that benchmarks measure against: a producer, and an echo of records.
 
-    python -m workbench.bench.routing.baseline_kafka: consumes `requests` in a group, produces to
+    python -m workbench.bench.streaming.baseline_kafka: consumes `requests` in a group, produces to
     `assignments`
 
 The echo is the baseline of the router: a record in, the same record out, no decision. The client
