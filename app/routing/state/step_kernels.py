@@ -1,7 +1,7 @@
 """Robust regression of the step model, and changes of a level: the loops of `step_model.py`.
 
 Arrays: f64 (equations, unknowns) and f64 (equations,), those of a worker together and in order of
-time; `counts` and `independent`: i64 (workers,), as in `step_model.Equations`.
+time. `counts`: i64 (workers,), equations of each worker; `independent`: those of different steps.
 """
 
 from __future__ import annotations

@@ -116,6 +116,19 @@ def peer_router() -> Benchmark:
 
 
 @benchmark(app)
+def first_token() -> Benchmark:
+    """Time from a client's request to its first token, beside a bare chain of Kafka clients.
+
+    HTTP to HTTP, with an engine that answers at once in the worker and with an attached server: one
+    request at a time, 50 and 200 a second, in turns. Uses KVLANE_BOOTSTRAP_SERVERS if set, else
+    starts a broker.
+    """
+    from workbench.bench.streaming.first_token import FULL, QUICK, bench_first_token
+
+    return Benchmark(bench_first_token, QUICK, FULL)
+
+
+@benchmark(app)
 def growth() -> Benchmark:
     """Costs at a tenth and at ten times the usual workers, blocks, requests, lanes and streams.
 

@@ -1,18 +1,19 @@
 """The bare Kafka client that benchmarks measure against: a producer, and an echo of records.
 
-    python -m workbench.bench.streaming.baseline_kafka: consumes `requests` in a group, produces to
-    `assignments`
+    python -m workbench.bench.streaming.baseline_kafka [topic target]
 
-The echo is the baseline of the router: a record in, the same record out, no decision. The client
-has the settings that measured best: uvloop, one poll after the other, records sent without waiting
-for their acknowledgement, acknowledged by all replicas, no linger. Prints `ready` when it owns its
-partitions.
+The echo consumes a topic in a group, by default `requests`, and produces to another one, by default
+`assignments`. It is the baseline of the router: a record in, the same record out, no decision. The
+client has the settings that measured best: uvloop, one poll after the other, records sent without
+waiting for their acknowledgement, acknowledged by all replicas, no linger. Prints `ready` when it
+owns its partitions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Iterable
 
 import uvloop
@@ -56,13 +57,13 @@ class BareProducer:
         await self._producer.stop()
 
 
-async def run_echo(settings: Settings) -> None:
+async def run_echo(settings: Settings, topic: str = REQUESTS, target: str = ASSIGNMENTS) -> None:
     """Until it is ended."""
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     prefix = settings.topic_prefix
     consumer = AIOKafkaConsumer(
-        f"{prefix}{REQUESTS}", group_id=f"{prefix}echo", auto_offset_reset="earliest",
+        f"{prefix}{topic}", group_id=f"{prefix}echo-{topic}", auto_offset_reset="earliest",
         fetch_min_bytes=1, **settings.kafka_connection("echo").client_options(),
     )  # fmt: skip
     producer = BareProducer(settings, "echo")
@@ -75,10 +76,10 @@ async def run_echo(settings: Settings) -> None:
             found = await consumer.getmany(timeout_ms=POLL_MS)
             for records in found.values():
                 await producer.send(
-                    ASSIGNMENTS, None, (Entry(record.key, record.value) for record in records)
+                    target, None, (Entry(record.key, record.value) for record in records)
                 )
     await producer.close()
 
 
 if __name__ == "__main__":
-    uvloop.run(run_echo(Settings()))
+    uvloop.run(run_echo(Settings(), *sys.argv[1:]))
