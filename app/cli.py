@@ -21,11 +21,10 @@ from kvlane.app.commands import (
     key_commands,
     local_commands,
     request_commands,
-    simulate_command,
-    size_command,
     topic_commands,
 )
 from kvlane.app.commands.console import escape_lines
+from kvlane.app.commands.simulation import simulate_command, size_command
 
 
 class _Commands(TyperGroup):

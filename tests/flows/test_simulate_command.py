@@ -62,7 +62,7 @@ def test_result_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
 def test_without_matplotlib_the_package_is_named_before_the_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvlane.app.commands.simulate_command.find_spec", lambda _: None)
+    monkeypatch.setattr("kvlane.app.commands.simulation.simulate_command.find_spec", lambda _: None)
     done = simulate("--plot", f"{tmp_path / 'it.png'}")
     assert done.exit_code == 2
     assert "pip install -e '.[plot]'" in done.output

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from kvlane.app.commands.console import write_json
-from kvlane.app.commands.simulation_report import machine_info, rows_table
+from kvlane.app.commands.simulation.simulation_report import machine_info, rows_table
 
 
 class Threshold(msgspec.Struct, frozen=True):

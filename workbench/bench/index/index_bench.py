@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlane.app.commands.simulation_report import machine_info
+from kvlane.app.commands.simulation.simulation_report import machine_info
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE
 from kvlane.indexer.block_hashes import local_hashes
 from workbench.bench.bench_environment import PrintLine

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvlane.app.cli import app
-from kvlane.app.commands import size_command as fleet_size
-from kvlane.app.commands.size_command import (
+from kvlane.app.commands.simulation import size_command as fleet_size
+from kvlane.app.commands.simulation.size_command import (
     FleetLoad,
     SizeError,
     router_cores,

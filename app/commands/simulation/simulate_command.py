@@ -156,7 +156,7 @@ def simulate(
 
     - `kvlane simulate --from-ledger -1h`: the last hour under other policies
     """
-    from kvlane.app.commands.simulation_report import (
+    from kvlane.app.commands.simulation.simulation_report import (
         plot_policies,
         show_counterfactuals,
         write_rows,
@@ -270,7 +270,7 @@ BATCH_REQUESTS = 20_000
 
 
 def _show_mix(rows: list[TraceRow], batch: str, run: MixedRun, json: Path | None) -> None:
-    from kvlane.app.commands.simulation_report import rows_table, write_rows
+    from kvlane.app.commands.simulation.simulation_report import rows_table, write_rows
     from kvlane.app.simulation.batch_work import MODES
     from kvlane.app.simulation.mixed_runs import Mix, mixed_row
     from kvlane.indexer.precompile import compile_all
