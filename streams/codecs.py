@@ -65,6 +65,7 @@ _INNER: tuple[type[record_base.InternalRecord], ...] = (
     records.SnapshotPointer,
     records.Deployment,
     records.Skip,
+    records.Cordon,
     batch_records.FileCard,
     batch_records.BatchJob,
     batch_records.BatchCancel,

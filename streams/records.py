@@ -35,6 +35,7 @@ from kvlane.streams.record_types.registry_records import (
     GUIDED_DECODING_FEATURE,
     LOGPROBS_FEATURE,
     Artifact,
+    Cordon,
     Deployment,
     EngineConfig,
     ModelCard,

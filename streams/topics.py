@@ -148,7 +148,10 @@ TOPICS: tuple[Topic, ...] = (
     ),
     Topic(
         REGISTRY, "entity", 1, None, "msgpack",
-        ("WorkerCard", "ModelCard", "SnapshotPointer", "Deployment", "Skip", "Tombstone"),
+        (
+            "WorkerCard", "ModelCard", "SnapshotPointer", "Deployment", "Skip", "Cordon",
+            "Tombstone",
+        ),
         ("worker", "router", "indexer", "operator"),
         ("gateway", "preprocessor", "router", "worker", "indexer", "operator", "collector"),
     ),

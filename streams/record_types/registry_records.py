@@ -137,6 +137,14 @@ class Skip(InternalRecord, frozen=True):
     offset: int
 
 
+class Cordon(InternalRecord, frozen=True):
+    """An operator's order: a worker gets no new runs, in any of its epochs, until a tombstone of
+    this record. Key `cordon/<worker>`. `evacuates`: other workers continue its answers."""
+
+    worker: str
+    evacuates: bool = False
+
+
 class Tombstone(InternalRecord, frozen=True):
     """The removal of an entity. On the wire: a null value, and an epoch header."""
 

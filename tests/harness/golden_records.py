@@ -841,6 +841,10 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         bytes.fromhex("83a5746f706963a66c6564676572a9706172746974696f6e03a66f666673657411"),
     ),
     (
+        r.Cordon(worker="w1", evacuates=True),
+        bytes.fromhex("82a6776f726b6572a27731a9657661637561746573c3"),
+    ),
+    (
         b.FileCard(
             id="file-1", purpose="batch_output", partition=3, first=17, end=20, size=2000001,
             sha256="ab", created_s=1700000000, filename="out.jsonl", tenant="acme",

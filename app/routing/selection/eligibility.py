@@ -27,6 +27,8 @@ DEFAULT_BLOCK_SIZE = 16
 """The block size of models whose workers report none."""
 MAX_POOLS = 256
 """Bound on cached pools; beyond it, all are made again."""
+MAX_NAMED = 3
+"""Workers that a reason names."""
 
 _ROLES: dict[Phase, frozenset[Role]] = {
     "aggregated": frozenset({"aggregated", "decode"}),
@@ -39,7 +41,8 @@ class CandidatePool(NamedTuple):
     """The places for a phase of requests for one model, by name and rank, and their `workers`, for
     one version of the fleet and of its silent workers. `table`: the places in columns.
     `has_load_limits`: some cards limit the load. `kinds`: of requests that the workers take.
-    `has_transfers`: some engines transfer KV caches; `has_curves`: all cards have curves."""
+    `has_transfers`: some engines transfer KV caches; `has_curves`: all cards have curves.
+    `cordoned`: workers without places, by an operator's order."""
 
     rows: tuple[CandidateRow, ...]
     workers: list[str]
@@ -53,6 +56,7 @@ class CandidatePool(NamedTuple):
     has_curves: bool = False
     has_prefill_role: bool = False
     has_decode_role: bool = False
+    cordoned: tuple[str, ...] = ()
 
 
 class NotEligible(NamedTuple):
@@ -120,12 +124,14 @@ class CandidatePools:
                 for worker, member in serving.items()
                 if domain_taint(member.card.taints, self._transfer_domain) in reachable
             }
-        routable = [w for w in serving if fleet.is_ready(w) and w not in self._silent.names]
+        closed = {*self._silent.names, *fleet.cordons}
+        routable = [w for w in serving if fleet.is_ready(w) and w not in closed]
+        cordoned = tuple(w for w in serving if w in fleet.cordons)
         if before is not None and (before.version, before.workers) == (fleet.version, routable):
             return before._replace(silence=silence)
         for (name, _), other in self._pools.items():
             if (name, other.version, other.workers) == (model, fleet.version, routable):
-                return other._replace(silence=silence)  # of another phase
+                return other._replace(silence=silence, cordoned=cordoned)  # of another phase
         size = block_size_of(fleet, model, (serving[w] for w in routable))
         rows = [row for w in routable for row in _rows(w, serving[w], size)]
         return CandidatePool(
@@ -141,6 +147,7 @@ class CandidatePools:
             has_curves=all(row.card.config.curve is not None for row in rows),
             has_prefill_role=any(row.card.role == "prefill" for row in rows),
             has_decode_role=any(row.card.role == "decode" for row in rows),
+            cordoned=cordoned,
         )
 
 
@@ -200,13 +207,13 @@ def filter_eligible(
         and not (excluded or full or pool.has_load_limits or continues_guided)
         and _takes(pool, request)
     ):
-        return pool.rows or NO_READY_WORKER
+        return pool.rows or _none_ready(pool)
     pin = pinned_worker(hints, pin_phase or phase)
     if pin is not None and (fault := _pin_error(request, phase, pin, fleet)) is not None:
         return fault
     rows: Sequence[CandidateRow] = pool.rows
     if not rows:
-        return NO_READY_WORKER
+        return _none_ready(pool)
     own_rule = (_CONTINUES_GUIDED,) if continues_guided else ()
     for rule in (*_rules(request, phase, pin, pool.kinds), *own_rule):
         rows = [row for row in rows if rule.accepts(row)]
@@ -221,6 +228,13 @@ def filter_eligible(
     if hints.lora_name:
         rows = _with_adapter(hints.lora_name, rows, pool, loads)
     return rows or _all_busy(pin, full)
+
+
+def _none_ready(pool: CandidatePool) -> NotEligible:
+    if not pool.cordoned:
+        return NO_READY_WORKER
+    names = ", ".join(pool.cordoned[:MAX_NAMED]) + ", …" * (len(pool.cordoned) > MAX_NAMED)
+    return NO_READY_WORKER._replace(reason=f"no worker is ready that is not cordoned ({names})")
 
 
 def _takes(pool: CandidatePool, request: Request) -> bool:
@@ -297,6 +311,8 @@ def _explain_empty(
 ) -> NotEligible:  # fmt: skip
     """The result if a rule leaves no ready place. `own_rule`: that of a continued answer."""
     if pin is not None and rule.reason.startswith("the pinned"):
+        if any(pin in (worker, worker_number(worker)) for worker in fleet.cordons):
+            return NotEligible(f"the pinned worker {pin} is cordoned", "pinned_busy")
         return NotEligible(rule.reason, "pinned_busy")
     if rule.reason == NO_RECEIVER:  # past its time the next attempt is whole
         return NotEligible(rule.reason, "none_eligible")

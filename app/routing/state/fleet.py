@@ -1,9 +1,10 @@
 """Fleet state: the view of the registry and of the heartbeats. The workers, and which of them are
 live.
 
-Sources are the registry's partition (cards, tombstones) and kv-events (heartbeats, Lost). No clock:
-silence is measured by each reader (`silent_workers.py`). Death is a record: an epoch is dead when a
-Lost names it or a later one, when the worker has a newer card, or when its card is gone.
+Sources are the registry's partition (cards, cordons, tombstones) and kv-events (heartbeats, Lost).
+No clock: silence is measured by each reader (`silent_workers.py`). Death is a record: an epoch is
+dead when a Lost names it or a later one, when the worker has a newer card, or when its card is
+gone.
 
 An epoch is the offset of a worker's first card in the registry. Hence epochs of all workers rise
 together, and one at or beyond the read registry position is not known yet. The heartbeats and
@@ -21,6 +22,7 @@ import msgspec
 from kvlane.app.routing.state.change_log import ChangeLog
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
+    Cordon,
     Heartbeat,
     LogRecord,
     Lost,
@@ -108,6 +110,8 @@ class Fleet:
         self.members: dict[str, FleetMember] = {}
         self.heartbeats: dict[str, LastHeartbeat] = {}
         self.models: dict[str, ModelCard] = {}
+        self.cordons: dict[str, Cordon] = {}
+        """By worker; also of workers without a card, which may come back."""
         self.version = 0
         self.changed_heartbeats = ChangeLog[str]()
         self._lost: dict[str, int] = {}  # worker → its highest lost epoch
@@ -130,7 +134,8 @@ class Fleet:
         return member is None or member.epoch != epoch
 
     def is_ready(self, worker: str) -> bool:
-        """True if the worker takes new work unless it is silent: card complete, not lost, ready."""
+        """True if the worker takes new work unless it is silent or cordoned: card complete, not
+        lost, ready."""
         member = self.members.get(worker)
         beat = self.heartbeats.get(worker)
         return (
@@ -162,6 +167,9 @@ class Fleet:
             elif isinstance(record, ModelCard):
                 self.models[record.name] = record
                 self.version += 1
+            elif isinstance(record, Cordon):
+                self.cordons[record.worker] = record
+                self.version += 1
             elif isinstance(record, Tombstone):
                 self._remove(log_record, record)
         self._positions[source] = position
@@ -180,6 +188,8 @@ class Fleet:
         self.version += 1
         if kind == "model":
             self.models.pop(name, None)
+        if kind == "cordon":
+            self.cordons.pop(name, None)
         if kind != "worker":
             return
         epoch = log_record.offset if tombstone.epoch is None else tombstone.epoch
@@ -229,6 +239,7 @@ class Fleet:
         if source.topic == REGISTRY:
             self.members.clear()
             self.models.clear()
+            self.cordons.clear()
             self._tombstoned.clear()
             self._tombstone_times = LastSeen()
         else:
@@ -242,7 +253,8 @@ class Fleet:
             tombstoned = [
                 (w, self._tombstoned[w], at_ms) for w, at_ms in self._tombstone_times.times.items()
             ]
-            return msgspec.msgpack.encode(_Entities(cards, models, tombstoned))
+            cordons = [cordon for _, cordon in sorted(self.cordons.items())]
+            return msgspec.msgpack.encode(_Entities(cards, models, tombstoned, cordons))
         seen = self._last_seen.get(source.partition, LastSeen()).times
         return msgspec.msgpack.encode([self._snapshot_row(w, at_ms) for w, at_ms in seen.items()])
 
@@ -267,6 +279,7 @@ class Fleet:
                 c.id: FleetMember(c, epoch, since) for epoch, since, c in entities.workers
             }
             self.models = {m.name: m for m in entities.models}
+            self.cordons = {cordon.worker: cordon for cordon in entities.cordons}
             self._tombstoned = {worker: epoch for worker, epoch, _ in entities.tombstoned}
             self._tombstone_times = LastSeen(
                 {worker: at_ms for worker, _, at_ms in entities.tombstoned}
@@ -296,10 +309,11 @@ class Fleet:
         return hashlib.blake2b(self.snapshot(source), digest_size=16).hexdigest()
 
 
-class _Entities(msgspec.Struct):
+class _Entities(msgspec.Struct, omit_defaults=True):
     workers: list[tuple[int, int, WorkerCard]]
     models: list[ModelCard]
     tombstoned: list[tuple[str, int, int]] = msgspec.field(name="buried")
+    cordons: list[Cordon] = []
 
 
 class _HeartbeatRow(msgspec.Struct):

@@ -10,7 +10,7 @@ from kvlane.app.routing.selection.decision import Decision, Placement, Rejection
 from kvlane.app.routing.selection.eligibility import CandidatePool, filter_eligible, worker_number
 from kvlane.app.routing.selection.lora import rendezvous_order
 from kvlane.app.routing.state.active_load import WorkerLoad
-from kvlane.streams.records import EngineConfig, EngineStats, Lost, WorkerCard
+from kvlane.streams.records import Cordon, EngineConfig, EngineStats, Lost, Tombstone, WorkerCard
 from kvlane.streams.request import Hints, OpenAiBody, Request, RoutingConstraints
 from tests.harness.routing_harness import TIMEOUT_MS, TOKENS, RoutingHarness
 
@@ -31,6 +31,20 @@ def test_ineligible_workers_get_no_requests(routing: RoutingHarness) -> None:
     routing.send_heartbeat("fine", at_ms=9000)
     routing.send_heartbeat("draining", at_ms=9000, state="draining")
     assert {c.worker for c in routing.chosen(now_ms=9000).candidates} == {"fine"}
+
+
+def test_cordoned_workers_get_no_requests(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2")
+    routing.registry(Cordon(worker="w1"))
+    assert {c.worker for c in routing.chosen().candidates} == {"w2"}
+    pinned = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(backend_instance_id="w1"))
+    busy = Wait("the pinned worker w1 is cordoned", code="pinned_busy")
+    assert routing.plan(request=pinned) == busy
+    routing.registry(Cordon(worker="w2", evacuates=True))
+    why = "no worker is ready that is not cordoned (w1, w2)"
+    assert routing.plan() == Wait(why, code="no_workers")
+    routing.registry(Tombstone(key="cordon/w1"))
+    assert routing.chosen().worker_rank.worker == "w1"
 
 
 def test_worker_is_eligible_again_as_soon_as_its_heartbeats_resume(routing: RoutingHarness) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from kvlane.app.routing.state.fleet import RETENTION_MS, Fleet
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
+    Cordon,
     EngineConfig,
     EngineStats,
     Heartbeat,
@@ -184,3 +185,22 @@ def test_dropped_source_leaves_the_other_unchanged() -> None:
     assert "w1" in view.members
     view.forget(REGISTRY)
     assert view.members == {}
+
+
+def test_cordon_holds_for_all_epochs_of_a_worker_until_its_tombstone() -> None:
+    orders = {7: card(None), 8: Cordon(worker="w1"), 9: Cordon(worker="w1", evacuates=True)}
+    lost = orders | {10: Tombstone(key="worker/w1"), 20: card(None), 21: card(20)}
+    copy, ended = Fleet(), fleet(lost | {22: Tombstone(key="cordon/w1")}, [])
+    copy.restore(REGISTRY, fleet(lost, []).snapshot(REGISTRY), 100)
+    for view in (fleet(lost, []), copy):
+        assert view.cordons == {"w1": Cordon(worker="w1", evacuates=True)}
+    assert ended.cordons == {}
+    assert ended.members["w1"].epoch == 20
+
+
+def test_cordon_changes_the_version_and_the_hash_of_a_fleet() -> None:
+    plain, cordoned = fleet({7: card(None)}, []), fleet({7: card(None), 8: Cordon(worker="w1")}, [])
+    assert cordoned.version == plain.version + 1
+    assert cordoned.state_hash(REGISTRY) != plain.state_hash(REGISTRY)
+    cordoned.forget(REGISTRY)
+    assert cordoned.cordons == {}
