@@ -26,9 +26,10 @@ from kvlane.app.lanes.remaining_work import (
     renewal_of,
 )
 from kvlane.app.lanes.termination import CancellableWaits, RequestTermination, RequestWait
+from kvlane.app.routing.queueing.evacuation import RETRY_MS
 from kvlane.app.routing.reconcile import Restart, RestartReason, is_run_listed
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId
-from kvlane.streams.errors import Malformed, PositionLost, RecordTooLarge
+from kvlane.streams.errors import Malformed, PositionLost, RecordError, RecordTooLarge
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Chunk, EndCode, Fence, Fencing, RequestOffset, Usage
 from kvlane.streams.request import Request
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 MAX_STALLS = 2
 """Engines that may stall with a request before its first token. The request may be the cause, so it
 is moved once and not to a third engine."""
+LEAVING = "its record is being read, to find another worker for it"
 READING_TOKENS = "the tokens that readers have are being read, to continue after them"
 
 
@@ -210,6 +212,32 @@ class Failover:
             origin=state.origin, responses_from=state.responses_from, deadline_ms=state.deadline_ms,
             renewal_ms=renewal_of(record, state.deadline_ms, s.settings),
         )  # fmt: skip
+
+    async def evacuate(self, request_id: str, run: RunId) -> None:
+        """Let another worker continue a run, if one can, and has room now; else it stays."""
+        s, evacuation = self._context, self._context.queue.evacuation
+        if (state := self._open_request(request_id, run)) is None or state.origin is None:
+            return
+        with evacuation.moving(request_id, run) as has_room:
+            if not has_room:
+                return
+            try:
+                wait = RequestWait(s.broker_clock.now_ms(), LEAVING, run.worker)
+                with self._waits.begin(request_id, wait):
+                    async with asyncio.timeout(look_up_s(state.deadline_ms, s.broker_clock)):
+                        request = await s.scanner.fetch_request(state.origin)
+            except (PositionLost, RecordError, TimeoutError) as e:
+                log.warning("%s stays at %s: %s", request_id, run.worker, e)
+                evacuation.stay(request_id, run)
+                return
+            member = s.fleet.members.get(run.worker)
+            gives_tokens = member is not None and member.card.config.gives_tokens
+            if not gives_tokens or continuation_blocker(request):
+                evacuation.stay(request_id, run)
+            elif not evacuation.can_leave(request, now_ms := s.broker_clock.now_ms()):
+                evacuation.stay(request_id, run, now_ms + RETRY_MS)
+            elif (state := self._open_request(request_id, run)) is not None:
+                await self.restart(request_id, Restart(state.attempt + 1, "evacuated"))
 
     async def verify(self, request_id: str, run: RunId) -> None:
         """Find out whether a worker has a run that it should have; restart the request if not. A

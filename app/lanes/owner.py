@@ -37,6 +37,7 @@ from kvlane.app.routing.reconcile import (
     Action,
     ActionTimes,
     Decode,
+    Evacuate,
     Finish,
     RequestTimers,
     Restart,
@@ -152,8 +153,9 @@ class LaneOwner:
         s = self._context
         now_ms = s.broker_clock.now_ms()
         state = s.ledger.request(self._lane, request_id)
-        if state is not None and state.ended:
+        if state is None or state.ended:
             state = None  # nothing is due any more
+            s.queue.evacuation.forget(request_id)
         self._drop_handover(request_id, state)
         action = None if state is None else self._next_action(request_id, state, now_ms)
         times = ActionTimes()
@@ -172,6 +174,8 @@ class LaneOwner:
                 self._start(request_id, partial(self._decode, request_id, attempt))
             case Verify(run):
                 self._start(request_id, partial(self._failover.verify, request_id, run))
+            case Evacuate(run):
+                self._start(request_id, partial(self._failover.evacuate, request_id, run))
             case None:
                 pass
 
@@ -183,6 +187,8 @@ class LaneOwner:
             return Restart(state.attempt + 1, "preempted")
         if action is None and self._is_decode_due(request_id, state):
             return Decode(state.attempt)
+        if action is None and (run := s.queue.evacuation.due(request_id, state, now_ms)):
+            return Evacuate(run)
         return action
 
     def _is_decode_due(self, request_id: str, state: RequestState) -> bool:
@@ -252,10 +258,11 @@ class LaneOwner:
         due = self._deadlines.due(now_ms) + self._run_timers.due(now_ms - self._ledger_clock.lag_ms)
         for request_id in due:
             self.reconcile(request_id)
-        fleet = self._context.fleet
+        fleet, evacuated = self._context.fleet, self._context.queue.evacuation.workers
         for (worker, epoch), runs in list(self._open_runs.items()):
             beat = fleet.heartbeats.get(worker)
-            if beat is None or beat.epoch != epoch or fleet.is_lost(worker, epoch):
+            is_dubious = beat is None or beat.epoch != epoch or fleet.is_lost(worker, epoch)
+            if is_dubious or worker in evacuated:
                 self._check_each(runs)
 
     def reconcile_unlisted(self, worker: str, epoch: int, beat: LastHeartbeat) -> None:

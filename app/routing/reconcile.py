@@ -20,7 +20,8 @@ harmless by the stream reconstruction rule.
     otherwise (running well, or ended by the worker)                nothing
 
 Not in the table: a Cancel, which stays uncommitted in `requests` until its Ended is written; and
-preemption, which depends on other requests (`app/routing/queueing/batch_class.py`).
+two that depend on other requests: preemption (`app/routing/queueing/batch_class.py`) and
+evacuation (`evacuation.py`, there).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvlane.streams.records import EndCode, RunKey
 
 RestartReason = Literal[
     "broken", "retryable", "worker_full", "lost", "not_started", "resume", "preempted",
-    "handover_unused",
+    "handover_unused", "evacuated",
 ]  # fmt: skip
 
 
@@ -63,7 +64,13 @@ class Verify(NamedTuple):
     run: RunId
 
 
-Action = Restart | Decode | Finish | Verify
+class Evacuate(NamedTuple):
+    """Let another worker continue this run, if one can; until then it goes on."""
+
+    run: RunId
+
+
+Action = Restart | Decode | Finish | Verify | Evacuate
 
 
 class ReconcileTimeouts(NamedTuple):

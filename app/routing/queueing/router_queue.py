@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from kvlane.app.routing.policy_names import QueueOrder
 from kvlane.app.routing.queueing.batch_class import BatchClass, batch_run
 from kvlane.app.routing.queueing.deferred_prompts import QueueSize
+from kvlane.app.routing.queueing.evacuation import Evacuation
 from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, FairQueue, QueueKey
 from kvlane.app.routing.queueing.herd_avoidance import HerdAvoidance
 from kvlane.app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
@@ -133,6 +134,9 @@ class RouterQueue:
         )
         self._pools = CandidatePools(
             fleet, silent, rules.domain if rules.is_domain_required else ""
+        )
+        self.evacuation = Evacuation(
+            fleet, ledger, self._pools, self.worker_capacity, self.unconfirmed
         )
         self._counts_output = config.counts_output
         self.herd_avoidance = HerdAvoidance(router)
@@ -512,6 +516,7 @@ class RouterQueue:
         })  # fmt: skip
         self.worker_capacity.on_fleet_changed()
         self.batch.on_fleet_changed()
+        self.evacuation.on_fleet_changed()
         self._wake_ups.wake_lines()
         self._wake_ups.wake(self._reserved.in_dispatch_order())
 

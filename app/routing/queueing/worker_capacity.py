@@ -63,6 +63,10 @@ class WorkerCapacity:
             if self._open_runs(*key) >= self._bound(key, limit, now_ms)
         ]
 
+    def room(self, worker: str, epoch: int) -> float:
+        """The runs that a worker may still take by its card; inf without a limit."""
+        return max(0.0, self._most_runs(worker, epoch) - self._open_runs(worker, epoch))
+
     def on_assigned(self, worker: str, epoch: int) -> None:
         """A worker got one more run, by this router's decisions or by the ledger."""
         most = self._most_runs(worker, epoch)

@@ -149,7 +149,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, gc=False):
 LedgerRecord = Assigned | Started | PrefillDone | Finished | Fencing | Ended
 
 NOT_COUNTED_AS_FAILURE = frozenset(
-    {"worker_full", "not_started", "preempted", "handover_unused", "renewed"}
+    {"worker_full", "not_started", "preempted", "handover_unused", "renewed", "evacuated"}
 )
 """Reasons of a new attempt that are not the request's fault and do not use up its attempts."""
 
@@ -226,10 +226,10 @@ def _begin_attempt(
 ) -> None:
     state.attempt = record.attempt
     if isinstance(record, Fencing):
-        if record.reason in NOT_COUNTED_AS_FAILURE:
-            state.full_rejections += record.reason in ("worker_full", "not_started")
-        else:
-            state.failures += 1
+        is_failure = record.reason not in NOT_COUNTED_AS_FAILURE
+        state.failures += is_failure
+        state.full_rejections += record.reason in ("worker_full", "not_started")
+        if is_failure or record.reason == "evacuated":
             state.failed_workers |= {
                 run_id.worker for run_id, run in state.runs.items() if run.state != "worker_full"
             }

@@ -165,6 +165,13 @@ def test_full_workers_use_up_no_attempts_and_are_not_avoided() -> None:
     assert (timeline.failures, timeline.full_rejections, timeline.failed_workers) == (0, 1, set())
 
 
+def test_evacuation_uses_up_no_attempt_and_its_worker_is_avoided() -> None:
+    load = applied(assigned(), started(), Fencing(id="a", attempt=1, reason="evacuated"))
+    state = load.request(3, "a")
+    assert state is not None
+    assert (state.attempt, state.failures, state.failed_workers) == (1, 0, {"w1"})
+
+
 def test_failed_worker_is_recorded() -> None:
     load = applied(assigned(), finished("broken"), Fencing(id="a", attempt=1, reason="broken"))
     timeline = load.request(3, "a")
