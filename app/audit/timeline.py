@@ -6,7 +6,7 @@ no router has read, also `prompts` and `batch`. Never prints the text of a promp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from kvlane.app.audit.cost_terms import DecisionReasons, reasons_for
 from kvlane.app.audit.time_range import MAX_LIFETIME_MS
 from kvlane.app.audit.unknown_ids import find_prompt
+from kvlane.app.routing.state.fleet import Fleet
 from kvlane.streams.clock import Clock
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.ports import Log, Partition
@@ -33,7 +34,7 @@ from kvlane.streams.records import (
 from kvlane.streams.request import Request, ResultOptions
 from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS
 from kvlane.streams.responses.transcript import VISIBLE, Transcript
-from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
 
 _PRIVATE = frozenset({
     "token_ids", "text", "log_probs", "agent_context", "extra_args", "multi_modal_data",
@@ -71,6 +72,8 @@ class ExplainedDecision(NamedTuple):
     record: Assigned
     reasons: DecisionReasons | None
     actual: RunOutcome
+    cordoned: tuple[str, ...] = ()
+    """Workers of the same model that were no candidates, by an operator's order."""
 
 
 class TimelineStep(NamedTuple):
@@ -122,11 +125,12 @@ async def explain_request(
     for log_record in found[RESPONSES]:
         readers.take(log_record)
     readers.close()
+    cordoned = await _cordoned(log, clock, [r for r in ledger if isinstance(r.record, Assigned)])
     is_unread = not ledger and all(isinstance(r.record, Cancel) for r in requests)
     steps = _in_order(
         await _prompt_steps(log, clock, request_id, progress) if is_unread else [],
         [_step(Partition(REQUESTS, lane), r) for r in requests],
-        _decided(Partition(LEDGER, lane), ledger, requests),
+        _decided(Partition(LEDGER, lane), ledger, requests, cordoned),
         readers.steps,
     )
     return RequestTimeline(request_id, lane, steps, readers.ending, clock.wall_ms())
@@ -151,8 +155,35 @@ def _is_last(record: Any) -> bool:
     )
 
 
+async def _cordoned(
+    log: Log, clock: Clock, decisions: Sequence[LogRecord]
+) -> dict[int, tuple[str, ...]]:
+    """By offset of a decision, the workers of its model that were cordoned then."""
+    if not decisions:
+        return {}
+    source, decoding, fleet = Partition(REGISTRY, 0), RecordDecoder(log, clock), Fleet()
+    starts = {source: (await log.start_offsets(REGISTRY, [0]))[0]}
+    ends = {source: (await log.end_offsets(REGISTRY, [0]))[0]}
+    known: list[LogRecord] = []
+    async for _, records, _ in read_range(log, clock, starts, ends):
+        known += await decoding.decode_records(source, records)
+    found: dict[int, tuple[str, ...]] = {}
+    for each in decisions:
+        assert isinstance(each.record, Assigned)
+        count = sum(1 for record in known if record.timestamp_ms <= each.timestamp_ms)
+        fleet.apply(source, known[:count], 0)
+        del known[:count]
+        models = {name: member.card.model for name, member in fleet.members.items()}
+        model = models.get(each.record.worker)
+        found[each.offset] = tuple(w for w in sorted(fleet.cordons) if models.get(w) == model)
+    return found
+
+
 def _decided(
-    source: Partition, ledger: Sequence[LogRecord], received: Sequence[LogRecord]
+    source: Partition,
+    ledger: Sequence[LogRecord],
+    received: Sequence[LogRecord],
+    cordoned: Mapping[int, tuple[str, ...]],
 ) -> list[TimelineStep]:
     """The steps of the ledger; decisions with their reasons and outcomes."""
     requests = [r.record for r in received if isinstance(r.record, Request)]
@@ -178,8 +209,9 @@ def _decided(
         if isinstance(record, Assigned):
             run = (record.run_key, record.worker)
             decision = ExplainedDecision(
-                record, reasons_for(record, session), actual.get(run, RunOutcome())
-            )
+                record, reasons_for(record, session), actual.get(run, RunOutcome()),
+                cordoned.get(log_record.offset, ()),
+            )  # fmt: skip
             step = step._replace(decision=decision)
         steps.append(step)
     return steps

@@ -119,7 +119,10 @@ def timeline_json(timeline: RequestTimeline, wait: str) -> dict[str, Any]:
             | (
                 {}
                 if (decision := step.decision) is None
-                else {"reasons": decision.reasons, "actual": decision.actual._asdict()}
+                else {
+                    "reasons": decision.reasons, "actual": decision.actual._asdict(),
+                    "cordoned": decision.cordoned,
+                }
             )
             for step in timeline.steps
         ],
@@ -131,7 +134,7 @@ def _summary(decisions: list[ExplainedDecision]) -> Table:
         "attempt", "worker", "why", "cached: expected", "actual", "ttft: expected", "actual",
         "itl: expected", "actual",
     )  # fmt: skip
-    for record, reasons, actual in decisions:
+    for record, reasons, actual, _ in decisions:
         why = "no inputs recorded" if reasons is None else reasons.words
         shown.add_row(
             _attempt(record), f"[bold]{escape_text(_place(record))}[/]", escape_text(why),
@@ -195,6 +198,9 @@ def _show_decision(decision: ExplainedDecision, console: Console) -> None:
         f"  to [bold]{escape_text(_place(record))}[/] (epoch {record.epoch}){escape_text(by)}"
         f"{policy}{attempt}{held}"
     )
+    if decision.cordoned:
+        names = ", ".join(map(escape_text, decision.cordoned))
+        console.print(f"  no candidates, since they were cordoned: {names}")
     if reasons is not None:
         console.print(f"  {escape_text(reasons.words)}")
         if reasons.choice:
