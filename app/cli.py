@@ -22,6 +22,7 @@ from kvlane.app.commands import (
     local_commands,
     request_commands,
     topic_commands,
+    worker_commands,
 )
 from kvlane.app.commands.console import escape_lines
 from kvlane.app.commands.simulation import simulate_command, size_command
@@ -88,6 +89,7 @@ app.command()(simulate_command.simulate)
 app.command()(size_command.size)
 app.add_typer(batch_commands.app, name="batch")
 app.add_typer(topic_commands.app, name="topics")
+app.add_typer(worker_commands.app, name="workers")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(dead_letter_commands.app, name="dead-letters")
 local_commands.add_bench(app)

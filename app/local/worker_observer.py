@@ -26,10 +26,10 @@ class WorkerObserver:
         self._ctx = ctx
         self._heartbeat_s = heartbeat_s
         self._reading: asyncio.Task[None] | None = None
-        self._fleet = Fleet()
+        self.fleet = Fleet()
         self._clock = BrokerClock(ctx.clock)
         self._follower = Follower(
-            log, self._fleet, [REGISTRY, KV_EVENTS], ctx.clock,
+            log, self.fleet, [REGISTRY, KV_EVENTS], ctx.clock,
             broker_clock=self._clock, start=self._start,
         )  # fmt: skip
 
@@ -46,22 +46,22 @@ class WorkerObserver:
 
     async def find_alive(self, names: Collection[str]) -> list[str]:
         """The workers that are alive: a new heartbeat arrives while this waits."""
-        before = {name: beat.offset for name in names if (beat := self._fleet.heartbeats.get(name))}
+        before = {name: beat.offset for name in names if (beat := self.fleet.heartbeats.get(name))}
         oldest_ms = self._clock.now_ms() - HEARTBEAT_WINDOW_MS
-        recent = [n for n in before if self._fleet.heartbeats[n].at_ms >= oldest_ms]
+        recent = [n for n in before if self.fleet.heartbeats[n].at_ms >= oldest_ms]
         if not recent:
             return []
         await self._ctx.clock.sleep(LIVENESS_HEARTBEATS * self._heartbeat_s)
-        return [name for name in recent if self._fleet.heartbeats[name].offset != before[name]]
+        return [name for name in recent if self.fleet.heartbeats[name].offset != before[name]]
 
     def next_epoch(self) -> int:
-        return self._fleet.position(Partition(REGISTRY, 0)) or 0
+        return self.fleet.position(Partition(REGISTRY, 0)) or 0
 
     def find_ready(self, since: int) -> list[str]:
         """The workers that accept requests, with epochs of at least `since`."""
-        members = self._fleet.members.items()
+        members = self.fleet.members.items()
         return [
-            name for name, member in members if member.epoch >= since and self._fleet.is_ready(name)
+            name for name, member in members if member.epoch >= since and self.fleet.is_ready(name)
         ]
 
     async def wait_ready(self, workers: int, timeout_s: float, since: int) -> bool:
