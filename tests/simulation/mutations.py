@@ -303,6 +303,20 @@ MUTATIONS: dict[str, Mutation] = {
             scenarios=("batch",),
         ),
         Mutation(
+            "evacuate-unfenced",
+            "hanging hole wrong",
+            "Fence before an evacuated run ends",
+            router.evacuate_without_a_fence,
+            scenarios=("cordons",),
+        ),
+        Mutation(
+            "cordon-forgotten",
+            "cordons",
+            "an order about a worker in all its epochs",
+            router.restarted_worker_is_not_cordoned,
+            scenarios=("cordons",),
+        ),
+        Mutation(
             "renewal-blank",
             "hanging hole wrong results",
             "the answer so far in the record of a renewal",

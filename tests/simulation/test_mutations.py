@@ -83,6 +83,8 @@ FOUND_BY = {
     "ids-drawn": (0,),
     "delta-dropped": (1,),
     "data-again": (1,),
+    "evacuate-unfenced": (0, 2),
+    "cordon-forgotten": (1, 8),
 }
 SEARCH = 1000
 """How many seeds are tried before a rule counts as not checked; the rarest shows in one of 200."""

@@ -18,7 +18,7 @@ from kvlane.app.worker import Worker
 from kvlane.streams.codecs import encode, pack_tokens
 from kvlane.streams.memory.memory_broker import Operation
 from kvlane.streams.ports import Partition
-from kvlane.streams.records import Lost
+from kvlane.streams.records import Cordon, Lost, Tombstone
 from kvlane.streams.request import Request
 from kvlane.streams.topics import (
     ASSIGNMENTS,
@@ -33,6 +33,7 @@ from kvlane.streams.topics import (
 )
 from workbench.testing.api_keys import TENANTS
 from workbench.testing.cache_scenarios import SnapshotFaults
+from workbench.testing.checks.cordon_checks import cordons_of, differing_cordons
 from workbench.testing.simulated_process import SimulatedProcess
 from workbench.testing.simulated_world import (
     BROKER_COUNT,
@@ -40,12 +41,14 @@ from workbench.testing.simulated_world import (
     SESSION_TIMEOUT_S,
     SimulatedWorld,
 )
-from workbench.testing.virtual_time import PROCESS
+from workbench.testing.virtual_time import PROCESS, process_context
 from workbench.testing.world_parameters import COMMITS, Absence, ProcessKind
 
 EDGE_KINDS: tuple[ProcessKind, ...] = ("preprocessor", "gateway")
 RESPONSE_FAULT_SHARE = 0.1
 """Probability of a fault in a gateway right after it has sent an event to its client."""
+EVACUATION_SHARE = 0.05
+"""Probability of the evacuation of a worker right after a piece of an answer from it."""
 MAX_PREPROCESSORS = 3
 WEIGHT_FACTORS = (0.0, 0.3, 1.0, 1.0, 5.0)
 
@@ -93,6 +96,9 @@ class SimulationFaults:
             faults += [(2.0, self._depose)]
         if "cut links" in world.parameters.scenarios:
             faults += [(3.0, self._cut_link)]
+        self._has_orders = "cordons" in world.parameters.scenarios
+        if self._has_orders:
+            faults += [(2.0, self._order_about_worker)]
         if world.keys is not None:
             faults += [(3.0, self._rotate_key)]
         self._cut_links: list[tuple[SimulatedProcess, int]] = []
@@ -120,6 +126,9 @@ class SimulationFaults:
         """Stop all faults and resume paused processes."""
         world = self._world
         world.history.add_event("faults stop")
+        self._has_orders = False
+        for worker in cordons_of(world):
+            self._order(worker, _end_of_order(worker))
         world.network.clear()
         world.broker.available = True
         world.faults_stopped.set()
@@ -140,6 +149,10 @@ class SimulationFaults:
     def _hit_after_append(self, topic: str) -> None:
         """Maybe hit a process whose record is appended but not yet acknowledged."""
         self._tearing.on_append(topic)
+        name = PROCESS.get().partition("#")[0]
+        answers = self._has_orders and topic == RESPONSES and name.startswith("worker-")
+        if answers and self._rng.random() < EVACUATION_SHARE:
+            self._world.call_later(0.0, self._evacuate, name)
         self._strike(PROCESS.get(), topic)
 
     def _strike(self, label: str, what: str) -> None:
@@ -158,6 +171,23 @@ class SimulationFaults:
         tenant = self._rng.choice(TENANTS)
         self._world.history.add_event(f"the key of {tenant} is revoked and replaced")
         self._world.keys.rotate(tenant)
+
+    def _order_about_worker(self) -> None:
+        """An operator cordons or uncordons a worker."""
+        worker = f"worker-{self._rng.randrange(self._world.parameters.workers)}"
+        is_closed = self._rng.random() < 0.5
+        self._order(worker, Cordon(worker=worker) if is_closed else _end_of_order(worker))
+
+    def _evacuate(self, worker: str) -> None:
+        """An operator evacuates a worker that answers, and lets the others serve."""
+        for other in cordons_of(self._world):
+            self._order(other, _end_of_order(other))
+        self._order(worker, Cordon(worker=worker, evacuates=True))
+
+    def _order(self, worker: str, record: Cordon | Tombstone) -> None:
+        self._world.differing_cordons += differing_cordons(self._world)
+        entry = encode(record, f"cordon/{worker}")
+        process_context("operator").run(self._world.broker.append, REGISTRY, 0, [entry])
 
     def _begin_absence(self, absence: Absence) -> None:
         """A part is away; no other fault brings it back."""
@@ -358,3 +388,7 @@ class SimulationFaults:
             return
         self._world.history.add_event("the broker is back")
         self._world.broker.available = True
+
+
+def _end_of_order(worker: str) -> Tombstone:
+    return Tombstone(key=f"cordon/{worker}")

@@ -126,6 +126,8 @@ class SimulatedWorld:
         """Names of processes that are away for long, and "broker"."""
         self.failures: list[tuple[SimulatedProcess, BaseException]] = []
         self.credit_recounts: list[CreditRecount] = []
+        self.differing_cordons: list[str] = []
+        """Violations that were seen while faults were injected (`checks/cordon_checks.py`)."""
         self.truncated: dict[Partition, list[MemoryRecord]] = {}
         self.malformed: dict[bytes, Partition] = {}
         self.on_response_event: Callable[[SimulatedProcess], None] | None = None

@@ -58,6 +58,7 @@ Scenario = Literal[
     "caches",
     "roles",
     "agents",
+    "cordons",
 ]
 """Scenarios that a seed adds to its world, several at a time:
 
@@ -80,6 +81,7 @@ Scenario = Literal[
     caches        engines cache, and indexers follow their events
     roles         workers that only compute prompts, and others that go on with them
     agents        answers with reasoning and tool calls, some of them with guided decoding
+    cordons       an operator cordons workers, evacuates them, and lets them take work again
 """
 SCENARIO_SHARES: Mapping[Scenario, float] = {
     "long answers": 0.1,
@@ -97,6 +99,7 @@ ADDED_SHARES: Mapping[Scenario, float] = {
     "clock skew": 0.05,
     "limits": 0.04,
     "agents": 0.1,
+    "cordons": 0.06,
 }
 """Shares that are drawn apart, so that the other seeds keep their worlds."""
 FEATURE_SHARES: Mapping[str, float] = {"caches": 0.25, "batch": 0.2, "roles": 0.2}
@@ -309,6 +312,8 @@ class WorldParameters(NamedTuple):
             preprocessors=max(shape.preprocessors, int(bool(has_results))),
             collectors=max(shape.collectors, int(bool(has_results))),
         )
+        if "cordons" in scenarios:
+            shape = shape._replace(workers=3, models=1, sequences=MAX_SEQUENCES)
         if "clock skew" in scenarios:
             most_ms = SHORT_WINDOW_S * 1000 if "backlog" in scenarios else CLOCK_SKEW_MS
             skews_ms = [skew_ms for skew_ms in CLOCK_SKEWS_MS if skew_ms <= most_ms]

@@ -11,7 +11,7 @@ from kvlane.app import router
 from kvlane.app.lanes import dispatch, failover, handovers, owner, shared_reads, termination
 from kvlane.app.results import lane_collector, pending_result
 from kvlane.app.routing import reconcile
-from kvlane.app.routing.state import ended_prompts, ledger, request_state
+from kvlane.app.routing.state import ended_prompts, fleet, ledger, request_state
 from kvlane.app.serving import run_executor, run_queue
 from kvlane.streams import record_publisher
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable
@@ -217,16 +217,35 @@ def gather_past_the_first_fence() -> Iterator[Replacement]:
 
 
 def preempt_without_a_fence() -> Iterator[Replacement]:
+    return _no_fence_with("preempted")
+
+
+def evacuate_without_a_fence() -> Iterator[Replacement]:
+    return _no_fence_with("evacuated")
+
+
+def _no_fence_with(reason: str) -> Iterator[Replacement]:
     original = record_publisher.RecordPublisher.publish
 
     async def publish(
         self: Any, topic: str, key: str, record: Any, partition: int | None = None
     ) -> Appended:
-        if isinstance(record, Fence) and record.reason == "preempted":
+        if isinstance(record, Fence) and record.reason == reason:
             return await _not_written(self, topic, key, record, partition)
         return await original(self, topic, key, record, partition)
 
     yield record_publisher.RecordPublisher, "publish", publish
+
+
+def restarted_worker_is_not_cordoned() -> Iterator[Replacement]:
+    original = fleet.Fleet._on_card
+
+    def on_card(self: Any, log_record: Any, card: Any) -> None:
+        if card.epoch is None:
+            self.cordons.pop(card.id, None)
+        original(self, log_record, card)
+
+    yield fleet.Fleet, "_on_card", on_card
 
 
 def renewals_lack_the_answer() -> Iterator[Replacement]:

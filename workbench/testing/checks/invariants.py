@@ -4,6 +4,7 @@
     routers      hold the same Load at the same positions; no open request, no load left
     tenants      share no sessions and no cached blocks (`tenant_checks.py`)
     limits       hold for a tenant that asks in parallel (`limit_checks.py`)
+    orders       about workers are those of the registry (`cordon_checks.py`)
     jobs         one line of output for each line of input (`job_checks.py`)
     results      one for each request that asks for one, equal to its stream (`result_checks.py`)
     replies      are copies of results, and hold no others (`reply_checks.py`)
@@ -37,6 +38,7 @@ from kvlane.streams.ports import Partition
 from kvlane.streams.records import Fencing, LogRecord
 from kvlane.streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS
 from workbench.testing.cache_scenarios import differing_indexes, incomplete_indexes
+from workbench.testing.checks.cordon_checks import cordon_violations
 from workbench.testing.checks.job_checks import job_violations
 from workbench.testing.checks.limit_checks import limit_violations
 from workbench.testing.checks.reply_checks import reply_violations
@@ -105,6 +107,7 @@ def violations(world: SimulatedWorld, clients: Clients) -> list[str]:
         *job_violations(world, clients),
         *tenant_violations(world),
         *limit_violations(world, clients),
+        *cordon_violations(world),
         *_unfinished(world),
         *_handovers(world),
         *_credit(world),
