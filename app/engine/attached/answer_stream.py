@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from typing import Any
 
 from msgspec.structs import replace
 
 from kvlane.app.engine.attached.server_client import EventStream
-from kvlane.app.engine.attached.server_errors import DONE, ConnectionBroken, ServerFailed
-from kvlane.app.engine.interface import EngineOutput, GenerateContext, token_usage
+from kvlane.app.engine.attached.server_errors import (
+    DONE,
+    ConnectionBroken,
+    ResponseTooLarge,
+    ServerFailed,
+)
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext, token_usage
 from kvlane.streams.records import FinishReason, Usage
 
 log = logging.getLogger(__name__)
@@ -46,8 +51,9 @@ class AnswerStream(ABC):
     def cancelled_output(self) -> EngineOutput:
         return replace(EngineOutput.cancelled(), usage=self._usage())
 
-    def _events(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
-        return stream.events()
+    def _too_large(self, error: ResponseTooLarge) -> EngineError:
+        """The error of an answer beyond a limit."""
+        return error
 
     async def read_outputs(
         self, stream: EventStream, context: GenerateContext
@@ -56,53 +62,50 @@ class AnswerStream(ABC):
         and the errors of its events."""
         last: EngineOutput | None = None
         has_content = False
-        until: float | None = None
+        until = math.inf
         loop = asyncio.get_running_loop()
-        async with aclosing(self._events(stream)) as events:
-            while True:
-                event = await _next(events, until, has_content=has_content)
-                if event is None or event == DONE:
-                    break
-                if context.is_stopped:
-                    yield self.cancelled_output()
-                    return
-                output = self._output(event)
-                has_content = has_content or _has_content(output)
-                if last is None and output.finish_reason is None:
-                    if not output.is_empty:
-                        yield output
-                    continue
-                if _has_content(output) or output.finish_reason is not None:
-                    timeout_s = END_TIMEOUT_S if has_content else EMPTY_END_TIMEOUT_S
-                    until = loop.time() + timeout_s
-                if last is not None and _has_content(last) and _has_content(output):
-                    yield replace(last, finish_reason=None, stop_reason=None)
-                    last = replace(last, token_ids=(), text="", log_probs=None, data=(), usage=None)
-                last = output if last is None else _joined(last, output)
+        while True:
+            event = await self._next(stream, until, has_content=has_content)
+            if event is None or event == DONE:
+                break
+            if context.is_stopped:
+                yield self.cancelled_output()
+                return
+            output = self._output(event)
+            has_content = has_content or _has_content(output)
+            if last is None and output.finish_reason is None:
+                if not output.is_empty:
+                    yield output
+                continue
+            if _has_content(output) or output.finish_reason is not None:
+                timeout_s = END_TIMEOUT_S if has_content else EMPTY_END_TIMEOUT_S
+                until = loop.time() + timeout_s
+            if last is not None and _has_content(last) and _has_content(output):
+                yield replace(last, finish_reason=None, stop_reason=None)
+                last = replace(last, token_ids=(), text="", log_probs=None, data=(), usage=None)
+            last = output if last is None else _joined(last, output)
         if last is None:
             raise ServerFailed(_UNFINISHED, reason=_UNFINISHED)
         yield self._completed(last)
 
+    async def _next(self, stream: EventStream, until: float, *, has_content: bool) -> bytes | None:
+        """The next event; None after the last one.
+
+        `until`: loop time at which an answer with a finish reason ends as it is. With content, a
+        broken connection ends it, too; without, another server may give the answer.
+        """
+        try:
+            return await stream.next_event(until)
+        except ResponseTooLarge as e:
+            raise self._too_large(e) from e.__cause__
+        except (TimeoutError, ConnectionBroken) as e:
+            if until == math.inf or (isinstance(e, ConnectionBroken) and not has_content):
+                raise
+            log.debug("an answer ended with its finish reason: %s", e)
+            return None
+
 
 _UNFINISHED = "the server ended the stream before the end of the answer"
-
-
-async def _next(
-    events: AsyncGenerator[bytes, None], until: float | None, *, has_content: bool
-) -> bytes | None:
-    """The next event; None after the last one.
-
-    `until`: loop time at which an answer with a finish reason ends as it is. With content, a broken
-    connection ends it, too; without, another server may give the answer.
-    """
-    try:
-        async with asyncio.timeout_at(until):
-            return await anext(events, None)
-    except (TimeoutError, ConnectionBroken) as e:
-        if until is None or (isinstance(e, ConnectionBroken) and not has_content):
-            raise
-        log.debug("an answer ended with its finish reason: %s", e)
-        return None
 
 
 def _has_content(output: EngineOutput) -> bool:

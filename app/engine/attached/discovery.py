@@ -230,7 +230,7 @@ class ServerDiscovery:
         async with self._server.open_stream(
             "/v1/completions", body, MAX_COMPLETION_EVENT_BYTES
         ) as stream:
-            async for event in stream.events():
+            while (event := await stream.next_event()) is not None:
                 if event == DONE:
                     return pieces
                 pieces.append(parse_completion_event(event, dialect))

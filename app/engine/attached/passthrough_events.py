@@ -7,7 +7,6 @@ event become an aside. The deadline of the request bounds the stream.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -27,7 +26,7 @@ from kvlane.app.engine.attached.server_errors import (
     error_of_text,
     is_json,
 )
-from kvlane.app.engine.interface import EngineOutput, GenerateContext, InvalidRequest
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext, InvalidRequest
 from kvlane.streams.records import PassthroughDelta, Usage
 
 _OTHERS = frozenset({"id", "object", "created", "model"})
@@ -50,8 +49,9 @@ class PassthroughStream(AnswerStream):
         """Fields from before the first output, sent with it: until then another server can give
         the answer."""
 
-    def _events(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
-        return _events_of(stream)
+    def _too_large(self, error: ResponseTooLarge) -> EngineError:
+        """As in the base: it would be too large at every server."""
+        return InvalidRequest(f"the answer is too large: {error}")
 
     def _usage(self) -> Usage | None:
         return self._counts
@@ -93,16 +93,6 @@ class PassthroughStream(AnswerStream):
         }
         sent |= changed
         return changed
-
-
-async def _events_of(stream: EventStream) -> AsyncGenerator[bytes, None]:
-    """The events of an answer; one that is too large would be so at every server."""
-    try:
-        async with aclosing(stream.events()) as events:
-            async for event in events:
-                yield event
-    except ResponseTooLarge as e:
-        raise InvalidRequest(f"the answer is too large: {e}") from e
 
 
 class EmbeddingsResponse:
