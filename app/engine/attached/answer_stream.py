@@ -182,4 +182,5 @@ def _number(value: Any) -> int | None:
 
 
 def non_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
+    """The fields of JSON that are not null, nor empty texts, arrays or objects."""
+    return {name: value for name, value in fields.items() if value or value in (0, False)}

@@ -6,7 +6,7 @@ Unreadable events, error events and ends that the model did not cause raise erro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -52,7 +52,7 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class CompletionEvent(NamedTuple):
+class CompletionEvent(msgspec.Struct, frozen=True, gc=False):
     """The contents of one event. `token_ids`: None if the server does not return them."""
 
     text: str = ""

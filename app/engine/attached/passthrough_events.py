@@ -64,32 +64,35 @@ class PassthroughStream(AnswerStream):
         delta = choice.pop("delta", None) or choice.pop("message", None) if self._is_chat else {}
         delta = _object(delta, "delta")
         text = (delta if self._is_chat else choice).pop("content" if self._is_chat else "text", "")
-        if not isinstance(text, str | None):
+        if text is not None and not isinstance(text, str):
             raise ServerFailed(f"the server sent text of type {type(text).__name__}")
         if delta.get("role") == "assistant":
             del delta["role"]
         reason = parse_finish_reason(choice.pop("finish_reason", None))
         stop_reason = choice.get("stop_reason")
         delta, choice = non_empty(delta), non_empty(choice)
-        self._held_back |= self._changed_fields(non_empty(fields))
+        self._held_back |= self._changed_fields(fields)
         self._begun = self._begun or bool(text or delta or choice or reason)
         if not self._begun:
             return EngineOutput()
-        aside = PassthroughDelta(delta=delta, choice=choice, event=self._held_back)
-        self._held_back = {}
+        data: tuple[PassthroughDelta, ...] = ()
+        if delta or choice or self._held_back:
+            data = (PassthroughDelta(delta=delta, choice=choice, event=self._held_back),)
+            self._held_back = {}
         return EngineOutput(
             text=text or "",
             finish_reason=reason,
-            stop_reason=stop_reason if isinstance(stop_reason, int | str) else None,
-            data=(aside,) if aside != PassthroughDelta() else (),
+            stop_reason=stop_reason if isinstance(stop_reason, (int, str)) else None,
+            data=data,
         )
 
     def _changed_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         sent = self._sent
+        others = {name: value for name, value in fields.items() if name not in _OTHERS}
         changed = {
             name: value
-            for name, value in fields.items()
-            if name not in _OTHERS and (name not in sent or sent[name] != value)
+            for name, value in non_empty(others).items()
+            if name not in sent or sent[name] != value
         }
         sent |= changed
         return changed
