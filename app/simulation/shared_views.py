@@ -169,7 +169,8 @@ def assigned_record(
         block_size=placement.block_size, cached_tokens_predicted=placement.cached_tokens,
         prefill_tokens=placement.prefill_tokens, listed=() if chosen is None else (chosen,),
         held_ms=placement.forecast.waited_ms, router=router,
-        service_class=service_class, prefix_marks=placement.prefix_marks,
+        ttft_ms_predicted=placement.forecast.ttft_ms, service_class=service_class,
+        itl_ms_predicted=placement.forecast.itl_ms, prefix_marks=placement.prefix_marks,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     `later_ms`: by how much later than others the router counted on it. `prefill_share`: of its time
     lately. `batch_ms`: delay by its batch runs. `joining_tokens`, `joining_runs`: those after the
     last first token there, `joining_ms` ago in the mean. `shares_steps`: whether prompts were
-    expected to share a step.
+    expected to share a step. `usual_tokens`: in the cache there lately, in the mean.
     """
 
     worker: str
@@ -61,12 +61,14 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     joining_runs: int = 0
     joining_ms: int = 0
     shares_steps: bool = False
+    usual_tokens: float = 0.0
 
 
 NO_SHARE: float
 NO_BATCH: float
-NO_SHARE, NO_BATCH = Candidate.__struct_defaults__[-6:-4]
-NO_JOINING: tuple[int, int, int] = Candidate.__struct_defaults__[-4:-1]
+NO_SHARE, NO_BATCH = Candidate.__struct_defaults__[-7:-5]
+NO_JOINING: tuple[int, int, int] = Candidate.__struct_defaults__[-5:-2]
+NO_USUAL_LOAD: float = Candidate.__struct_defaults__[-1]
 """The defaults themselves: a record omits a float only if it is the same object."""
 
 
@@ -74,9 +76,9 @@ class CandidateRows(InternalRecord, frozen=True):
     """The candidates of a decision, the least cost first; the chosen one may be the last.
 
     `is_timed`: with the inputs of policy predictive. `rows`: a `TIMED_ROW` for each of `places`, or
-    a `ROW`. `curves`, `taint_weights`, `joining_rows` (`JOINING_ROW`): by candidate, or empty;
-    another number is malformed. `ahead_ms`, `planned_ms`: by the position of a candidate.
-    `shares_steps`: of all.
+    a `ROW`. `curves`, `taint_weights`, `usual_tokens`, `joining_rows` (`JOINING_ROW`): by
+    candidate, or empty; another number is malformed. `ahead_ms`, `planned_ms`: by the position of a
+    candidate. `shares_steps`: of all.
     """
 
     places: tuple[Place, ...] = ()
@@ -88,6 +90,7 @@ class CandidateRows(InternalRecord, frozen=True):
     is_timed: bool = False
     shares_steps: bool = False
     joining_rows: bytes = b""
+    usual_tokens: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.places)
@@ -97,6 +100,7 @@ class CandidateRows(InternalRecord, frozen=True):
             or len(self.curves or self.places) != count
             or len(self.taint_weights or self.places) != count
             or len(self.joining_rows) not in (0, count * JOINING_ROW.size)
+            or len(self.usual_tokens or self.places) != count
         ):
             raise ValueError(f"rows, curves or taint weights do not match the {count} places")
 
@@ -129,6 +133,7 @@ class CandidateRows(InternalRecord, frozen=True):
         joining = NO_JOINING
         if self.joining_rows:
             joining = JOINING_ROW.unpack_from(self.joining_rows, i * JOINING_ROW.size)
+        usual = self.usual_tokens[i] if self.usual_tokens else 0.0
         (
             prompt_tokens, prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness,
             later_ms, prefill_share, batch_ms,
@@ -138,5 +143,5 @@ class CandidateRows(InternalRecord, frozen=True):
             prompt_tokens, prefill_runs, busy_ms, self.ahead_ms.get(i, ()), slowness, chunk_tokens,
             capacity_tokens, self.curves[i] if self.curves else (), later_ms,
             self.planned_ms.get(i), prefill_share or NO_SHARE, batch_ms or NO_BATCH,
-            *joining, self.shares_steps,
+            *joining, self.shares_steps, usual or NO_USUAL_LOAD,
         )  # fmt: skip

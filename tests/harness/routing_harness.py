@@ -151,6 +151,7 @@ def to_assigned(decision: Placement, **over: Any) -> Assigned:
         "cached_tokens_predicted": decision.cached_tokens,
         "prefill_tokens": decision.prefill_tokens,
         "ttft_ms_predicted": decision.forecast.ttft_ms,
+        "itl_ms_predicted": decision.forecast.itl_ms,
     }
     return Assigned(
         worker=worker, epoch=epoch, rank=rank, prompt_tokens=decision.tokens,

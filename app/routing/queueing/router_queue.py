@@ -326,7 +326,7 @@ class RouterQueue:
             transfer_token_ms=performance.transfer_token_ms,
             recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
             curves=performance.curves, step_shares=performance.step_shares,
-            routed=self._routed,
+            routed=self._routed, usual_load=performance.usual_load,
             stagger_ms=self.herd_avoidance.stagger_ms(
                 self._prompt_workers, self._fleet.version, now_ms, performance.mean_prefill_ms
             ),

@@ -28,7 +28,13 @@ from kvlane.app.routing.state.batch_runs import BatchRuns, batch_delay_ms
 from kvlane.app.routing.state.change_log import ChangeLog, TrackedDict
 from kvlane.app.routing.state.fleet import LastHeartbeat, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
-from kvlane.app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
+from kvlane.app.routing.state.performance import (
+    PUBLISHED_CURVES,
+    USUAL_LOAD_MS,
+    EngineProfile,
+    FadingSums,
+    PrefillShares,
+)
 from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.events import Tier
@@ -68,7 +74,8 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
     `count_output_tokens`: whether they count. `slowdown`: of measured workers, `TrackedDict` if it
     can change. `stagger_ms`: by worker, the delay of this router behind others; an immutable
     mapping. `curves`: learned ones by worker, which change together with `slowdown`. `routed`:
-    prompts that count as cached already.
+    prompts that count as cached already. `usual_load`: by place; it changes together with
+    `committed`.
     """
 
     committed: ActiveLoad
@@ -80,6 +87,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
     stagger_ms: Mapping[str, float] = NO_SLOWDOWNS
     curves: Mapping[str, PerfCurves] = NO_CURVES
     routed: RoutedPrefixes | None = None
+    usual_load: FadingSums[WorkerRank] | None = None
 
     def is_same(self, others: TableInputs) -> bool:
         """Whether these are the same objects; their content is not compared."""
@@ -90,6 +98,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
             and self.count_output_tokens is others.count_output_tokens
             and self.slowdown is others.slowdown and self.stagger_ms is others.stagger_ms
             and self.curves is others.curves and self.routed is others.routed
+            and self.usual_load is others.usual_load
         )  # fmt: skip
 
 
@@ -263,7 +272,7 @@ class CandidateTable:
         elif counts != self._seen:
             self._read_changes(sources)
         self._read, self._seen = sources, counts
-        cost_kernels.update_busy_time(self.features, float(now_ms))
+        cost_kernels.update_times(self.features, float(now_ms), USUAL_LOAD_MS)
 
     def update_prefill_shares(self, shares: PrefillShares, now_ms: int) -> None:
         """Set the part of its time that each worker spends on prefill."""
@@ -355,6 +364,7 @@ class CandidateTable:
         committed, own = sources.committed.by_rank.get, sources.unconfirmed.by_rank.get
         prefilled_ms = sources.committed.last_first_token_ms.get
         begun_of = sources.committed.begun.get
+        usual_load = sources.usual_load
         row_of, outputs, spots, pack = self._row_of, self._outputs, self._memory, _LOAD.pack_into
         for rank in ranks:
             if (n := row_of.get(rank)) is None:  # of another pool
@@ -367,9 +377,10 @@ class CandidateTable:
             if joining > 0:
                 joining_tokens = max(load.prefill_tokens - begun.prefill_tokens, 0)
                 joined_ms = (load.prefill_since_ms - begun.prefill_since_ms) / joining
+            usual, usual_at_ms = (0.0, 0) if usual_load is None else usual_load.last(rank)
             pack(
                 spots, n * _SPOT_BYTES,
                 load.runs, tokens, tokens + outputs[n], load.prefill_tokens, waiting,
                 load.prefill_since_ms / waiting if waiting else 0.0, prefilled_ms(rank, 0),
-                joining_tokens, max(joining, 0), joined_ms,
+                joining_tokens, max(joining, 0), joined_ms, usual, usual_at_ms,
             )  # fmt: skip

@@ -19,29 +19,30 @@ from kvlane.indexer.kernels import inlined, kernel
 
 (
     RUNS, TOKENS, OPEN_TOKENS, PREFILL_TOKENS, PREFILL_RUNS, ARRIVED_MS, LAST_FIRST_TOKEN_MS,
-    JOINING_TOKENS, JOINING_RUNS, JOINED_MS,
-    BUSY_MS, JOINING_MS,
+    JOINING_TOKENS, JOINING_RUNS, JOINED_MS, USUAL_SUM, USUAL_AT_MS,
+    BUSY_MS, JOINING_MS, USUAL_TOKENS,
     STAGGER_MS, PLANNED_MS, PREFILL_SHARE, BATCH_MS, SHARING, SLOWDOWN, CHUNK_TOKENS_COLUMN,
     CAPACITY_TOKENS_COLUMN, CURVE,
-) = range(21)  # fmt: skip
+) = range(24)  # fmt: skip
 """Columns of `spots`. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs
 without a first token came, in the mean; `JOINING_TOKENS`, `JOINING_RUNS`, `JOINED_MS`: the part of
 them that came after the last first token there, and when; `BUSY_MS`: for how long the place is at
-the other prompts; `JOINING_MS`: for how long these wait; `SHARING`: 1, but 0 in decisions of
-versions that had no shared steps; `PLANNED_MS`: in decisions that are recomputed, the wait
+the other prompts; `JOINING_MS`: for how long these wait; `USUAL_TOKENS`: its usual load now
+(`PerformanceModel.usual_load`), and at `USUAL_AT_MS` `USUAL_SUM`; `SHARING`: 1, but 0 in decisions
+of versions that had no shared steps; `PLANNED_MS`: in decisions that are recomputed, the wait
 for reservations that were recorded as one sum; `PREFILL_SHARE`: the part of its time that a worker
 lately had prefill in its steps, 0 in fleets without transfers; `BATCH_MS`: the delay by its batch
 runs; from `CURVE` on the seven numbers of a curve (`PerfCurves.coefficients`)."""
 FEATURES = CURVE + 7
 (
-    WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, DELAY, STANDALONE, HOLD,
-    CACHED, PLANNED,
-) = range(11)  # fmt: skip
+    WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, DELAY, USUAL, STANDALONE,
+    HOLD, CACHED, PLANNED,
+) = range(12)  # fmt: skip
 """Columns of the output in ms; `STANDALONE` and `HOLD` as in `Prediction`, but `HOLD` falls below 0
 when more time has passed than was expected. `DELAY`: that of the prompts whose step the
-request shares. `CACHED`: tokens of the prompt that need not be computed. `PLANNED`: the part of
-`WAIT` for reservations."""
-RESULTS = 11
+request shares. `USUAL`: time of later requests' decode that is due to the usual load. `CACHED`:
+tokens of the prompt that need not be computed. `PLANNED`: the part of `WAIT` for reservations."""
+RESULTS = 12
 
 WHOLE, PREFILL_PART, DECODE_PART, COMPARED = range(4)
 """The part of a request that is planned. `COMPARED`: all of it, with the cost of prefill during its
@@ -232,8 +233,9 @@ def _wait_for_steps(
 
 
 @kernel()
-def update_busy_time(spots: Floats, now_ms: float) -> None:
-    """Set for how long each place has been at the prompts that are there."""
+def update_times(spots: Floats, now_ms: float, usual_load_ms: float) -> None:
+    """Set for how long each place has been at the prompts that are there, and its usual load, which
+    fades with `usual_load_ms`."""
     for i in range(len(spots)):
         spot = spots[i]
         busy_ms = 0.0
@@ -245,6 +247,10 @@ def update_busy_time(spots: Floats, now_ms: float) -> None:
             spot[JOINING_MS] = np.floor(max(now_ms - spot[JOINED_MS], 0.0))
             if spot[JOINING_RUNS] < spot[PREFILL_RUNS]:  # the others began then
                 spot[BUSY_MS] = max(now_ms - spot[LAST_FIRST_TOKEN_MS], 0.0)
+        spot[USUAL_TOKENS] = 0.0
+        if spot[USUAL_SUM] > 0:
+            since_ms = max(now_ms - spot[USUAL_AT_MS], 0.0)
+            spot[USUAL_TOKENS] = spot[USUAL_SUM] * np.exp(-since_ms / usual_load_ms)
 
 
 @kernel()
@@ -341,6 +347,19 @@ def _slower_ms(
 
 
 @inlined
+def _usual_ms(
+    spot: Floats, part: int, prompt_tokens: float, output_tokens: float, followups: float
+) -> float:
+    """The time by which the usual load makes the decode of later requests longer. The choice of one
+    worker or two compares the present alone."""
+    if part != WHOLE:
+        return 0.0
+    own = prompt_tokens + output_tokens / 2
+    longer_ms = _decode_ms(spot, spot[USUAL_TOKENS] + own) - _decode_ms(spot, own)
+    return followups * (output_tokens * longer_ms)
+
+
+@inlined
 def _least_runs(spots: Floats) -> float:
     least = np.inf
     for i in range(len(spots)):
@@ -421,6 +440,7 @@ def predict_costs(
         decode_ms = output_tokens * later_ms / _free_share(spot, part)
         replication_ms = (most - held) * per_token_ms
         followups, delay_ms = leads_to - 1.0, steps.delay_ms
+        usual_ms = _usual_ms(spot, part, prompt_tokens, output_tokens, followups)
         if part == PREFILL_PART:  # no decode follows there
             slower_ms = decode_ms = 0.0
         elif part == DECODE_PART:  # the first token comes with the first step
@@ -428,9 +448,13 @@ def predict_costs(
             replication_ms = SECOND_COPY * followups * prompt_tokens * per_token_ms
             followups = delay_ms = 0.0  # they come to the prefill worker
         ttft_ms = wait_ms + prefill_ms
-        cost_ms = ttft_ms + weight * (stall_ms + slower_ms + lasting * decode_ms)
-        cost_ms += followups * FOLLOWUP_STEPS * later_ms + replication_ms / leads_to
-        cost_ms += delay_ms
+        next_ms = followups * FOLLOWUP_STEPS * later_ms + replication_ms / leads_to
+        cost_ms = (
+            ttft_ms
+            + weight * (stall_ms + slower_ms + lasting * decode_ms + usual_ms)
+            + next_ms
+            + delay_ms
+        )
         if part == WHOLE and runs > least_runs:
             cost_ms += _balance_ms(spot, least_runs, step_ms)
         cost_ms *= liking[i] if len(liking) else 1.0
@@ -439,8 +463,8 @@ def predict_costs(
         hold_ms = np.inf if is_full else (0.0 if shares else steps.left_ms)
         found[i, WAIT], found[i, PREFILL], found[i, HOLD] = wait_ms, prefill_ms, hold_ms
         found[i, DECODE_STALL], found[i, DECODE_SLOWDOWN] = stall_ms, slower_ms
-        found[i, DECODE], found[i, REPLICATION], found[i, DELAY] = (
-            decode_ms, replication_ms, delay_ms,
+        found[i, DECODE], found[i, REPLICATION], found[i, DELAY], found[i, USUAL] = (
+            decode_ms, replication_ms, delay_ms, usual_ms,
         )  # fmt: skip
         costs[i] = cost_ms
     return argmin(costs, start, tags), most, least_runs
@@ -610,7 +634,7 @@ def warm_up() -> None:
     """Call every kernel once, with the types of its later arguments."""
     spots, blocks, costs = np.ones((1, FEATURES)), np.zeros((1, 3)), np.zeros(1)
     found, tags, none = np.zeros((1, RESULTS)), np.zeros(1, np.uint64), np.zeros(1, np.int64)
-    update_busy_time(spots, 1.0)
+    update_times(spots, 1.0, 1.0)
     scatter_overlap(none, np.zeros((1, 4), np.int64), none, blocks)
     predict_costs(
         spots, blocks, np.ones(1), none, np.zeros(1), 16.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.01,

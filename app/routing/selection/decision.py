@@ -27,6 +27,7 @@ from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.performance import (
     DEFAULT_OUTPUT_TOKENS,
     EngineProfile,
+    FadingSums,
     PrefillShares,
     RecentPrefill,
 )
@@ -83,6 +84,7 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     curves: Mapping[str, PerfCurves] = NO_CURVES
     step_shares: PrefillShares | None = None
     routed: RoutedPrefixes | None = None
+    usual_load: FadingSums[WorkerRank] | None = None
 
     def profile_of(self, worker: str, card_profile: EngineProfile) -> EngineProfile:
         """The profile of a worker as learned; `card_profile`: that by its card."""

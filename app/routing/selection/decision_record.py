@@ -35,6 +35,7 @@ from kvlane.app.routing.selection.cost_kernels import (
     STAGGER_MS,
     TIMED_RECORD_COLUMNS,
     TOKENS,
+    USUAL_TOKENS,
     Floats,
     Ints,
 )
@@ -72,10 +73,12 @@ def record_decision(
     has_curves = any(map(options.curves.__getitem__, numbers))
     curves = tuple([options.curves[i] for i in numbers]) if has_curves else ()
     ahead, sums = _reservations(options, recorded, results)
+    usual = options.features[recorded, USUAL_TOKENS]
     return CandidateRows(
         places=places, rows=content, curves=curves, taint_weights=taints, ahead_ms=ahead,
         planned_ms=sums, is_timed=True, shares_steps=True,
         joining_rows=joining[:size].tobytes() if is_joined else b"",
+        usual_tokens=tuple(usual.tolist()) if usual.any() else (),
     )  # fmt: skip
 
 
@@ -109,7 +112,7 @@ def candidates_from_record(candidates: Sequence[Candidate]) -> Candidates:
         spot[PLANNED_MS], spot[PREFILL_SHARE] = c.planned_ms or 0.0, c.prefill_share
         spot[BATCH_MS], spot[SHARING] = c.batch_ms, c.shares_steps
         spot[JOINING_TOKENS], spot[JOINING_RUNS] = c.joining_tokens, c.joining_runs
-        spot[JOINING_MS] = c.joining_ms
+        spot[JOINING_MS], spot[USUAL_TOKENS] = c.joining_ms, c.usual_tokens
         spot[SLOWDOWN:] = profile_columns(recorded_profile(c))
     blocks = [(c.overlap_blocks, c.host_blocks, c.disk_blocks) for c in candidates]
     others = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]

@@ -325,7 +325,7 @@ def refreshed_table(pool: CandidatePool, state: RoutingState) -> CandidateTable:
     sources = TableInputs(
         state.committed, state.unconfirmed, state.fleet.heartbeats, state.fleet.changed_heartbeats,
         state.count_output_tokens,
-        state.slowdown, state.stagger_ms, state.curves, state.routed,
+        state.slowdown, state.stagger_ms, state.curves, state.routed, state.usual_load,
     )  # fmt: skip
     pool.table.refresh(sources, state.now_ms)
     if pool.has_transfers and pool.has_curves and state.prefill_shares is not None:

@@ -21,13 +21,14 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from kvlane.app.perf_curves import PerfCurves, curves_from
 from kvlane.app.routing.policy_names import has_forecast
 from kvlane.app.routing.state.change_log import TrackedDict
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.step_model import Answer, FirstToken, WorkerRuns, fit_steps
 from kvlane.streams.records import (
     Assigned,
@@ -62,6 +63,8 @@ MAX_FOLLOWUPS = 10.0
 SHARE_DECAY_MS = 2000.0
 """Time over which the share of prefill is taken: about the length of an answer."""
 MAX_SHARE = 0.95
+USUAL_LOAD_MS = 15_000.0
+"""Time over which the usual load of a place is taken: some turns of an agent."""
 RECENT_MS, MIN_RECENT_MS = 60_000.0, 5_000.0
 """Time over which the offered load of prefill is taken, and the shortest one at the beginning: it
 decides on whole workers, which take seconds to change their work."""
@@ -74,6 +77,7 @@ late: by how much later than others in the ledger."""
 MAX_REMEMBERED = 10_000
 """Bound on workers, and on runs without a first token; the oldest are dropped."""
 
+NO_SUM = 0.0, 0
 PUBLISHED_CURVES = PerfCurves()
 
 
@@ -128,25 +132,30 @@ def recorded_profile(candidate: Candidate) -> EngineProfile:
     )
 
 
-class FadingSums:
-    """Sums by worker whose parts fade with `decay_ms`."""
+K = TypeVar("K", str, WorkerRank)
+
+
+class FadingSums(Generic[K]):
+    """Sums by worker or place whose parts fade with `decay_ms`."""
 
     def __init__(self, decay_ms: float) -> None:
         self._decay_ms = decay_ms
-        self._last: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._last: OrderedDict[K, tuple[float, int]] = OrderedDict()
 
-    def add(self, worker: str, amount: float, at_ms: int) -> None:
-        """Add to the sum of a worker; beyond `MAX_REMEMBERED` workers the oldest is dropped."""
-        self._last[worker] = (self.sum(worker, at_ms) + amount, at_ms)
-        self._last.move_to_end(worker)
+    def add(self, key: K, amount: float, at_ms: int) -> None:
+        """Add to a sum; beyond `MAX_REMEMBERED` of them the oldest is dropped."""
+        self._last[key] = (self.sum(key, at_ms) + amount, at_ms)
+        self._last.move_to_end(key)
         if len(self._last) > MAX_REMEMBERED:
             self._last.popitem(last=False)
 
-    def sum(self, worker: str, now_ms: int) -> float:
-        """The sum of a worker now; 0 for an unknown one."""
-        if (last := self._last.get(worker)) is None:
-            return 0.0
-        value, at_ms = last
+    def last(self, key: K) -> tuple[float, int]:
+        """A sum as it was when its last part came, and that time; 0 for an unknown one."""
+        return self._last.get(key, NO_SUM)
+
+    def sum(self, key: K, now_ms: int) -> float:
+        """A sum now."""
+        value, at_ms = self.last(key)
         return value * math.exp(-max(now_ms - at_ms, 0) / self._decay_ms)
 
 
@@ -155,7 +164,7 @@ class PrefillShares:
     prefill counts with its expected time when it is assigned, and fades with `SHARE_DECAY_MS`."""
 
     def __init__(self) -> None:
-        self._sums = FadingSums(SHARE_DECAY_MS)
+        self._sums = FadingSums[str](SHARE_DECAY_MS)
 
     def add(self, worker: str, prefill_ms: float, at_ms: int) -> None:
         """Count a prefill on a worker."""
@@ -173,7 +182,7 @@ class RecentPrefill:
 
     def __init__(self) -> None:
         self._first_ms: int | None = None
-        self._sums = FadingSums(RECENT_MS)
+        self._sums = FadingSums[str](RECENT_MS)
 
     def add(self, worker: str, prefill_ms: float, at_ms: int) -> None:
         """Count a prefill on a worker."""
@@ -254,7 +263,8 @@ class PerformanceModel:
     interactive run at its worker, without its wait. `expected_followups`: requests that one leads
     to, itself included: with a share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 /
     (1 - s), up to `MAX_FOLLOWUPS`. `prefill_shares`: with each prefill alone, `step_shares`: with
-    prompts that join a step in that. `recent_prefill`: the offered load of prefill.
+    prompts that join a step in that. `recent_prefill`: the offered load of prefill. `usual_load`:
+    tokens in the cache of a place in the mean of `USUAL_LOAD_MS`: sessions come back to it.
     `transfer_token_ms`: time that the transfer of a KV cache takes per prompt token, None until it
     is measured.
     """
@@ -268,6 +278,7 @@ class PerformanceModel:
         self.expected_followups = 1.0
         self.prefill_shares, self.step_shares = PrefillShares(), PrefillShares()
         self.recent_prefill = RecentPrefill()
+        self.usual_load = FadingSums[WorkerRank](USUAL_LOAD_MS)
         self._transfers = deque[float](maxlen=MAX_TRANSFERS)
         self._prefilled: OrderedDict[tuple[str, int], bool] = OrderedDict()
         """Ids and attempts whose prompts are computed and not yet decoded."""
@@ -321,6 +332,7 @@ class PerformanceModel:
                     if chosen.joining_runs:  # whose step it shares
                         step_ms -= min(pace.slowdown * pace.curves.prefill[2], prefill_ms)
                     self.step_shares.add(record.worker, step_ms, log_record.timestamp_ms)
+                    self._add_usual_load(record, log_record.timestamp_ms)
                 self._share(record)
                 self._begin(record, chosen, pace)
             elif self._prefilled.pop((record.id, record.attempt), False):  # else it waits for that
@@ -346,6 +358,17 @@ class PerformanceModel:
         self.recent_prefill.add(decision.worker, prefill_ms, at_ms)
         self._prefills = min(self._prefills + 1, PREFILL_WINDOW)
         self.mean_prefill_ms += (prefill_ms - self.mean_prefill_ms) / self._prefills
+
+    def _add_usual_load(self, decision: Assigned, at_ms: int) -> None:
+        """Count the prompt of a whole interactive run for as long as the run is expected to take,
+        but at most once: the length of an answer may be the client's."""
+        output_tokens = decision.params.get("output_tokens", 0.0)
+        expected_ms = decision.ttft_ms_predicted + output_tokens * decision.itl_ms_predicted
+        is_whole = decision.phase == "aggregated" and decision.service_class != "batch"
+        if is_whole and expected_ms > 0:
+            tokens = decision.prompt_tokens + decision.base_tokens
+            place = WorkerRank(decision.worker, decision.epoch, decision.rank)
+            self.usual_load.add(place, tokens * min(expected_ms / USUAL_LOAD_MS, 1.0), at_ms)
 
     def _share(self, decision: Assigned) -> None:
         held = decision.params.get("most_held_tokens")

@@ -235,7 +235,7 @@ def test_value_of_another_type_than_its_header_is_malformed() -> None:
     [
         {"rows": b""}, {"rows": bytes(255)}, {"rows": bytes(257)}, {"places": []},
         {"places": [["w1", 12]] * 2}, {"is_timed": False}, {"curves": [[]]}, {"curves": [[]] * 3},
-        {"taint_weights": [0.5] * 3}, {"ahead_ms": {"0": [1.5]}},
+        {"taint_weights": [0.5] * 3}, {"ahead_ms": {"0": [1.5]}}, {"usual_tokens": [0.5]},
     ],
 )  # fmt: skip
 def test_rows_that_do_not_fit_their_candidates_are_malformed(changed: dict[str, Any]) -> None:
@@ -389,6 +389,7 @@ def fitting_rows(count: int) -> st.SearchStrategy[r.CandidateRows]:
             rows=st.binary(min_size=size, max_size=size),
             curves=st.just(()) | each(tuple[float, ...]),
             taint_weights=st.just(()) | each(float),
+            usual_tokens=st.just(()) | each(float),
             is_timed=st.just(is_timed),
         )
 

@@ -87,7 +87,7 @@ def predictive_cost(
         stall_ms, prefill_ms = 0.0, features.transfer_ms + later_ms + join_ms
         replication_ms = SECOND_COPY * followups * prompt * token_ms
         followups = 0.0
-    decode_ms = stall_ms + slower_ms + lasting * own_ms
+    decode_ms = stall_ms + slower_ms + lasting * own_ms + _usual_ms(candidate, features)
     ttft_ms = wait_ms + prefill_ms
     next_ms = followups * FOLLOWUP_STEPS * later_ms + replication_ms / features.expected_followups
     cost_ms = ttft_ms + decode_weight * decode_ms + next_ms + delay_ms
@@ -115,6 +115,15 @@ def _slower_ms(
     if candidate.shares_steps:
         return lasting * (runs * features.output_tokens) * longer_ms
     return runs * features.mean_output_tokens / 2 * longer_ms
+
+
+def _usual_ms(candidate: Candidate, features: RequestFeatures) -> float:
+    """The part of later requests' decode that is due to the usual load."""
+    if features.part != WHOLE:
+        return 0.0
+    pace, own = recorded_profile(candidate), features.prompt_tokens + features.output_tokens / 2
+    longer_ms = pace.decode_ms(candidate.usual_tokens + own) - pace.decode_ms(own)
+    return (features.expected_followups - 1.0) * (features.output_tokens * longer_ms)
 
 
 def _balance_ms(candidate: Candidate, least_runs: float, step_ms: float) -> float:

@@ -187,6 +187,7 @@ def loaded_fleet(workers: int) -> LoadedFleet:
         fleet.apply(events, [LogRecord(n, NOW_MS, beat)], n + 1)
         place = WorkerRank(name, n)
         performance.slowdown[name] = rng.uniform(0.8, 1.2)
+        performance.usual_load.add(place, 5000.0, NOW_MS)
         for k in range(rng.randrange(1, 6)):
             waiting = (rng.randrange(4000), 1, NOW_MS - rng.randrange(300)) if k == 0 else (0, 0, 0)
             committed.add(place, WorkerLoad(1, rng.randrange(4000, 8000), *waiting))
@@ -205,6 +206,7 @@ def loaded_fleet(workers: int) -> LoadedFleet:
         ActiveLoad(),
         NOW_MS,
         slowdown=performance.slowdown,
+        usual_load=performance.usual_load,
     )
     prompts = []
     for n in range(256):

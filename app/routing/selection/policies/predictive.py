@@ -1,7 +1,8 @@
 """Policy `predictive`: the cost of a request at a place in milliseconds, and when it may go there.
 
     cost = wait + own prefill + delay
-         + decode_weight · (stall of the others' decode + slower steps for them + g · own decode)
+         + decode_weight · (stall of the others' decode + slower steps for them + g · own decode
+                            + usual load)
          + what comes later + replication / f + balance
 
 A request planned for a place stays in the router until that is predicted free, unless it shares a
@@ -12,9 +13,10 @@ the least load in predicted milliseconds.
 
 With L tokens of prompt, n of them to be computed here (at least one) and N not on the device here,
 o tokens of answer, O the mean answer, C the capacity, t = prompts there + runs · O / 2 the tokens
-in the cache, d(x) a step of decode at x tokens (d = d(t), or 0 where nothing runs), and f the
-requests that one leads to, itself included (`PerformanceModel.expected_followups`): they come to
-the same place, and find it as it is left:
+in the cache, U their mean of the last 15 s (`PerformanceModel.usual_load`), d(x) a step of decode
+at x tokens (d = d(t), or 0 where nothing runs), and f the requests that one leads to, itself
+included (`PerformanceModel.expected_followups`): they come to the same place, and find it as it is
+left:
 
     wait         what is left of the step under way, but no less than half a step of decode; where
                  prompts came during a step of decode, by the chance that theirs has begun
@@ -30,6 +32,9 @@ the same place, and find it as it is left:
     slower       g · runs · o · (d(t + L + o / 2) - d): as many as now, since others come where runs
                  end; g = min(f, 2): the request, and the next one, find the load as it is left
     own decode   o · d(t + L + o / 2)
+    usual load   (f - 1) · o · (d(U + L + o / 2) - d(L + o / 2)): by how much the usual load makes
+                 the decode of later requests longer. Runs of the moment end, and the next ones of
+                 their sessions come here too
     later        (f - 1) · 1.5 · d(t + L + o / 2): each of them waits for half a step, and has one
                  beside its prefill
     replication  tokens that another place has and this one has not, at the price of a full chunk;
@@ -73,6 +78,7 @@ class CostTerms(NamedTuple):
     decode_ms: Floats
     replication_ms: Floats
     delay_ms: Floats
+    usual_ms: Floats
 
 
 class Prediction(Scores, frozen=True, gc=False):
@@ -176,6 +182,7 @@ class Predictive(Policy):
             "decode": float(each.decode_ms[row]) * weight,
             "replication": float(each.replication_ms[row]),
             "delay": float(each.delay_ms[row]),
+            "usual load": float(each.usual_ms[row]) * weight,
         }
         if candidate.cost - sum(terms.values()) > MISSED_TARGET_MS / 2:
             terms[MISSED_TARGET] = MISSED_TARGET_MS

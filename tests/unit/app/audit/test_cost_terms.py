@@ -10,10 +10,12 @@ from msgspec.structs import replace
 
 from kvlane.app.audit.cost_terms import DecisionReasons, reasons_for
 from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
+from kvlane.app.routing.state.fleet import WorkerRank
+from kvlane.app.routing.state.performance import USUAL_LOAD_MS, FadingSums
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import SessionUse
 from kvlane.streams.request import Hints, Request, RouterParams, RoutingConstraints, SessionControl
-from tests.harness.routing_harness import TOKENS, RoutingHarness, to_assigned
+from tests.harness.routing_harness import NOW_MS, TOKENS, RoutingHarness, to_assigned
 
 WEIGHTS = DynamoWeights(prefill_load_scale=2.0, active_request_weight=0.5, overlap_decay=0.3)
 
@@ -61,6 +63,17 @@ def test_balance_of_equal_workers_is_a_term(routing: RoutingHarness) -> None:
     found = got(routing, RoutingConfig("predictive", WEIGHTS))
     assert found.chosen.worker == "w2"
     assert found.others[0].terms["later requests, balance"] > 1
+    for each in (found.chosen, *found.others):
+        assert sum(each.terms.values()) == pytest.approx(each.cost)
+
+
+def test_usual_load_of_a_worker_is_a_term(routing: RoutingHarness) -> None:
+    for name in ("w1", "w2"):
+        routing.worker(name, engine={"total_kv_blocks": 4096})
+    usual = FadingSums[WorkerRank](USUAL_LOAD_MS)
+    usual.add(WorkerRank("w1", 0), 30_000.0, NOW_MS)
+    found = got(routing, known={"usual_load": usual, "expected_followups": 5.0})
+    assert (found.chosen.worker, found.lost_in) == ("w2", "usual load")
     for each in (found.chosen, *found.others):
         assert sum(each.terms.values()) == pytest.approx(each.cost)
 

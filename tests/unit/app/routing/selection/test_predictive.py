@@ -61,7 +61,7 @@ from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from kvlane.app.routing.state.change_log import TrackedDict
 from kvlane.app.routing.state.fleet import WorkerRank
-from kvlane.app.routing.state.performance import EngineProfile
+from kvlane.app.routing.state.performance import USUAL_LOAD_MS, EngineProfile, FadingSums
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import Candidate, CandidateRows
 from kvlane.streams.request import Hints, Request, RoutingConstraints, StopConditions
@@ -106,6 +106,7 @@ class Terms(NamedTuple):
     decode_ms: float
     replication_ms: float
     delay_ms: float = 0.0
+    usual_ms: float = 0.0
 
 
 def predicted(*rows: dict[str, Any], send: RequestFeatures = ASK) -> Prediction:
@@ -141,6 +142,24 @@ def test_later_requests_find_a_rank_as_it_is_left() -> None:
     found = float(predicted(row, send=send).costs[0])
     once = 24 + 200 * 0.02 / 4  # a second copy of 200 tokens, for four
     assert found == pytest.approx(once + 0.01 * (30 + 60 + 4 * 1320) + 3 * 1.5 * 6.6)
+
+
+def test_usual_load_makes_the_decode_of_later_requests_longer() -> None:
+    # A step at 600 tokens takes 5.6, and 2 more with 2000 others.
+    row, send = {"usual_tokens": 2000.0}, replace(ASK, expected_followups=4.0)
+    assert one(row, send).usual_ms == pytest.approx(3 * 200 * 2)
+    costs = [float(predicted(each, send=send).costs[0]) for each in (row, {})]
+    assert costs[0] - costs[1] == pytest.approx(LAMBDA * 3 * 200 * 2)
+    assert one(row).usual_ms == 0, "no later request is expected"
+    for part in (PREFILL_PART, DECODE_PART, COMPARED):
+        assert one(row, replace(send, part=part)).usual_ms == 0
+
+
+def test_usual_load_counts_up_to_the_size_of_the_cache() -> None:
+    send = replace(ASK, expected_followups=4.0)
+    found = one({"usual_tokens": 1e9}, send)
+    assert found.usual_ms == pytest.approx(3 * 200 * 9.4)
+    assert one({"usual_tokens": 1e9, "pace": PACE._replace(capacity_tokens=0)}, send).usual_ms == 0
 
 
 def test_batch_runs_cost_the_rest_of_their_step() -> None:
@@ -405,6 +424,7 @@ SPOTS = st.fixed_dictionaries({
     "taint_weight": st.sampled_from([0.0, 0.0, 0.7]), "later_ms": st.sampled_from([0.0, 5.0]),
     "prefill_share": st.sampled_from([0.0, 0.3, 0.95]),
     "batch_ms": st.sampled_from([0.0, 7.5]),
+    "usual_tokens": st.sampled_from([0.0, 900.25, 1e6]),
     "ahead_ms": st.lists(st.floats(0, 500), max_size=3).map(tuple),
 }).map(
     lambda row: row if row["joining_runs"] else row | {"joining_tokens": 0, "joining_ms": 0}
@@ -489,6 +509,7 @@ TIMED_COLUMNS = {
     "later_ms": kernels.STAGGER_MS, "prefill_share": kernels.PREFILL_SHARE,
     "batch_ms": kernels.BATCH_MS, "joining_tokens": kernels.JOINING_TOKENS,
     "joining_runs": kernels.JOINING_RUNS, "joining_ms": kernels.JOINING_MS,
+    "usual_tokens": kernels.USUAL_TOKENS,
 }  # fmt: skip
 
 
@@ -582,6 +603,27 @@ def test_prompts_after_the_last_first_token_join_the_next_step(routing: RoutingH
     assert (found.prefill_tokens, found.prefill_runs, found.busy_ms) == (340, 3, 30)
     assert (found.joining_tokens, found.joining_runs, found.joining_ms) == (140, 2, 15)
     assert recompute_choice(to_assigned(decision)) == decision.worker_rank
+
+
+def test_later_requests_avoid_the_worker_whose_sessions_come_back(routing: RoutingHarness) -> None:
+    for worker in ("w1", "w2"):
+        routing.worker(worker, engine={"curve": CURVES.coefficients(), "total_kv_blocks": 625})
+    usual = FadingSums[WorkerRank](USUAL_LOAD_MS)
+    known = {"usual_load": usual, "expected_followups": 4.0}
+    assert routing.chosen(PREDICTIVE, known=known).record.usual_tokens == ()
+    usual.add(WorkerRank("w1", 0), 4000.0, NOW_MS)
+    routing.got.changes.record(WorkerRank("w1", 0))
+    later_ms = NOW_MS + 1500
+    for seed in range(8):
+        decision = routing.chosen(PREDICTIVE, known=known, seed=seed, now_ms=later_ms)
+        assert decision.worker_rank.worker == "w2"
+        record = to_assigned(decision)
+        assert recompute_choice(record) == decision.worker_rank
+        recalled = reconstruct(record)
+        assert recalled is not None
+        assert recalled.scores.costs.tolist() == [c.cost for c in record.candidates]
+        loads = {each.worker: each.usual_tokens for each in decision.candidates}
+        assert loads == {"w1": pytest.approx(4000 * math.exp(-0.1)), "w2": 0}
 
 
 def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from kvlane.app.perf_curves import PerfCurves, curves_from
 from kvlane.app.routing.state import performance
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.performance import (
     EXPLORATION_INTERVAL,
     MAX_REMEMBERED,
@@ -186,6 +188,32 @@ def test_cache_hits_give_the_expected_followups() -> None:
     assert led_to(0.0) == 1
     assert led_to(0.75 * tokens) == pytest.approx(4, rel=0.05)
     assert led_to(tokens) == 10
+
+
+def test_usual_load_is_the_mean_of_tokens_in_the_cache() -> None:
+    paces, place = PerformanceModel(), WorkerRank("w1", 3)
+    run = replace(
+        assigned(), ttft_ms_predicted=100.0, itl_ms_predicted=10.0, params={"output_tokens": 200.0}
+    )
+    none = [
+        replace(run, service_class="batch"), replace(run, phase="prefill"),
+        replace(run, phase="decode"), replace(run, policy="dynamo"),
+        replace(run, params={"output_tokens": math.nan}), replace(run, ttft_ms_predicted=-1e9),
+        assigned(),
+    ]  # fmt: skip
+    write(paces, *none)
+    assert paces.usual_load.sum(place, 0) == 0
+    # One such run after the other, 2.1 s each, with 1000 tokens: after many, that is the mean.
+    for n in range(40):
+        write(paces, run, at_ms=2100 * n)
+    assert paces.usual_load.sum(place, 2100 * 39 + 1050) == pytest.approx(1000, rel=0.01)
+    assert paces.usual_load.sum(WorkerRank("w1", 4), 2100 * 39) == 0, "of another epoch"
+
+
+def test_answer_of_any_expected_length_counts_its_prompt_once() -> None:
+    run = replace(assigned(), itl_ms_predicted=10.0, params={"output_tokens": math.inf})
+    paces = write(PerformanceModel(), run)
+    assert paces.usual_load.sum(WorkerRank("w1", 3), 0) == 1000
 
 
 def test_learned_state_is_bounded() -> None:
