@@ -13,7 +13,6 @@ import typer
 
 from kvlane.app.commands import console as screen
 from kvlane.app.commands import kafka_client
-from kvlane.app.settings import Settings
 from kvlane.streams.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -148,6 +147,7 @@ def explain(
 async def _replay(view: Any, at: str) -> RebuiltView:
     from kvlane.app.audit.rebuild import rebuild_view as build
     from kvlane.app.audit.time_range import parse_moment
+    from kvlane.app.settings import Settings
 
     settings, clock = Settings(), SystemClock()
     wanted = parse_moment(at, clock.wall_ms()) if at else None
@@ -158,8 +158,10 @@ async def _replay(view: Any, at: str) -> RebuiltView:
 
 async def _explain(request_id: str) -> tuple[RequestTimeline, str]:
     """The timeline of a request, and why it waits."""
+
     from kvlane.app.audit.timeline import explain_request as tell
     from kvlane.app.audit.waits import explain_wait
+    from kvlane.app.settings import Settings
 
     clock = SystemClock()
     async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
@@ -170,6 +172,7 @@ async def _explain(request_id: str) -> tuple[RequestTimeline, str]:
 
 async def _waiting() -> RouterReports:
     from kvlane.app.audit.waits import read_reports
+    from kvlane.app.settings import Settings
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
         return await read_reports(log, SystemClock())
@@ -328,6 +331,7 @@ def read_lines(source: str, take: Callable[[AnyCaptureLine], None]) -> None:
 
 async def _read_log(period: TimeRange, take: Callable[[AnyCaptureLine], None]) -> None:
     from kvlane.app.audit.capture_lines import capture_period as capturing
+    from kvlane.app.settings import Settings
     from kvlane.indexer.block_hashes import derive_secret
 
     secret = derive_secret(secrets.token_bytes(SECRET_BYTES))

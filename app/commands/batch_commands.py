@@ -18,7 +18,6 @@ from rich.console import Console
 from kvlane.app.audit.time_range import format_time
 from kvlane.app.commands.console import escape_text, make_console, plain_table, progress_bar
 from kvlane.app.operator_error import OperatorError, install_hint
-from kvlane.app.settings import Settings, settings_for_writing
 from kvlane.streams.record_types.batch_records import ENDED
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ def submit(
 
     With --wait the exit code is 1 unless the batch is completed.
     """
+    from kvlane.app.settings import settings_for_writing
+
     settings_for_writing()
     with _client(url, api_key) as client:
         with file.open("rb") as content:
@@ -106,6 +107,8 @@ def show(batch_id: _Id, *, url: _Url = "", api_key: _ApiKey = "") -> None:
 @app.command()
 def cancel(batch_id: _Id, *, url: _Url = "", api_key: _ApiKey = "") -> None:
     """Cancel a batch. Its files keep the finished lines."""
+    from kvlane.app.settings import settings_for_writing
+
     settings_for_writing()
     with _client(url, api_key) as client:
         typer.echo(f"{batch_id} is {client.batches.cancel(batch_id).status}")
@@ -177,6 +180,8 @@ def _client(url: str, api_key: str) -> Iterator[OpenAI]:
 
 
 def _local_url() -> str:
+    from kvlane.app.settings import Settings
+
     settings = Settings()
     scheme = "http" if settings.http_tls_cert is None else "https"
     return f"{scheme}://127.0.0.1:{settings.http_port}"

@@ -13,7 +13,6 @@ import typer
 
 from kvlane.app.commands import console as screen
 from kvlane.app.commands import kafka_client
-from kvlane.app.settings import Settings, settings_for_writing
 from kvlane.streams.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -99,6 +98,7 @@ def retry(
 
 async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], int]:
     from kvlane.app.audit.dead_letter_retry import list_dead_letters
+    from kvlane.app.settings import Settings
 
     def wanted(letter: DeadLetter) -> bool:
         return letter.origin_topic.startswith(topic) and reason in letter.reason
@@ -110,6 +110,7 @@ async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], 
 
 async def _show(name: str) -> None:
     from kvlane.app.audit import dead_letter_retry
+    from kvlane.app.settings import Settings
     from kvlane.streams.errors import RecordError
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-dead-letters") as log:
@@ -135,6 +136,7 @@ async def _show(name: str) -> None:
 
 async def _retry(names: Sequence[str]) -> int:
     from kvlane.app.audit import dead_letter_retry
+    from kvlane.app.settings import settings_for_writing
 
     refused = 0
     async with kafka_client.connect_kafka(settings_for_writing(), "kvlane-dead-letters") as log:

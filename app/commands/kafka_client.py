@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
-from kvlane.app.runtime.process import open_log
-from kvlane.app.settings import Settings
-from kvlane.streams.client import Client
-from kvlane.streams.clock import SystemClock
-from kvlane.streams.kafka.kafka_log import KafkaLog
+if TYPE_CHECKING:
+    from kvlane.app.settings import Settings
+    from kvlane.streams.client import Client
+    from kvlane.streams.kafka.kafka_log import KafkaLog
 
 
 @asynccontextmanager
 async def connect_kafka(settings: Settings, name: str) -> AsyncIterator[KafkaLog]:
     """A connection for one command. Raises BrokerUnavailable, and SettingsError without servers."""
+    from kvlane.app.runtime.process import open_log
+
     settings.require_bootstrap_servers()
     log = open_log(settings, name)
     try:
@@ -27,5 +29,8 @@ async def connect_kafka(settings: Settings, name: str) -> AsyncIterator[KafkaLog
 @asynccontextmanager
 async def connect_client(settings: Settings) -> AsyncIterator[Client]:
     """A client of the deployment. Raises BrokerUnavailable, TopicMismatch."""
+    from kvlane.streams.client import Client
+    from kvlane.streams.clock import SystemClock
+
     async with connect_kafka(settings, "kvlane-cli") as log, Client(log, SystemClock()) as opened:
         yield opened

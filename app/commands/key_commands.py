@@ -12,7 +12,6 @@ from rich.console import Console
 from kvlane.app.access import key_file
 from kvlane.app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
 from kvlane.app.commands.console import plain_table
-from kvlane.app.settings import Settings, settings_for_writing
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
 
@@ -133,11 +132,15 @@ def limit(
 
 
 def _path_to_write(file: Path | None) -> Path:
+    from kvlane.app.settings import settings_for_writing
+
     settings_for_writing()
     return _path(file)
 
 
 def _path(file: Path | None) -> Path:
+    from kvlane.app.settings import Settings
+
     path = file or Settings().api_keys_file
     if path is None:
         raise KeyFileError("no key file: set KVLANE_API_KEYS_FILE or give --file")

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from kvlane.app.operator_error import OperatorError, install_hint
-from kvlane.app.settings import Settings, unknown_variables
 
 Process = Literal[
     "gateway", "preprocessor", "router", "worker", "collector", "indexer", "standalone"
@@ -97,6 +96,8 @@ def demo(
     of vLLM; three minutes. With `--disaggregated`, answers to prompts that were handed over are
     compared with those of one worker. `make demo ENGINE=vllm` installs vLLM for a CPU first.
     """
+    from kvlane.app.settings import Settings
+
     try:
         from kvlane.app.demo.demo_run import run_demo as run
         from kvlane.app.demo.demo_run import run_vllm_demo
@@ -154,9 +155,11 @@ def up(
     With KVLANE_BOOTSTRAP_SERVERS set, and no `--port`, `--data` or `--ephemeral`, it uses that
     Kafka and starts only the rest. Ports: KVLANE_HTTP_PORT (8000), KVLANE_INDEXER_PORT (8090).
     """
+
     from kvlane.app.local.data_folder import default_folder
     from kvlane.app.local.up_run import UpOptions
     from kvlane.app.local.up_run import run_up as run
+    from kvlane.app.settings import Settings, unknown_variables
 
     if data is not None and ephemeral:
         raise typer.BadParameter("give --data or --ephemeral, not both")

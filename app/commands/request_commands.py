@@ -6,22 +6,21 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from pydantic import ValidationError
 
 from kvlane.app.commands import kafka_client
 from kvlane.app.commands.console import escape_control, escape_lines
 from kvlane.app.operator_error import OperatorError
-from kvlane.app.settings import Settings, settings_for_writing
-from kvlane.streams.client import STREAM_TIMEOUT_S, Client
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.errors import NotFound, PositionLost
-from kvlane.streams.prompt import Prompt
 from kvlane.streams.record_base import ServiceClass
-from kvlane.streams.records import End
+
+if TYPE_CHECKING:
+    from kvlane.streams.client import Client
+    from kvlane.streams.prompt import Prompt
 
 CHECK_AFTER_S = 3.0
 """Time without any text after which `follow` checks whether the id was ever published."""
@@ -132,6 +131,9 @@ def cancel(
 
 
 async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -> None:  # noqa: FBT001
+    from kvlane.app.settings import settings_for_writing
+    from kvlane.streams.prompt import Prompt
+
     async with kafka_client.connect_client(settings_for_writing()) as client:
         known = "id" in fields  # it may have been published before: read from its beginning
         prompt = Prompt(**({"id": client.new_request_id()} | fields))
@@ -142,6 +144,8 @@ async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -
 
 
 async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float) -> None:
+    from kvlane.app.settings import settings_for_writing
+
     async with kafka_client.connect_client(settings_for_writing()) as client:
         prompts = parse_prompts(lines, client.new_request_id)
         shown = (lambda _: None) if follow else (lambda name: typer.echo(escape_control(name)))
@@ -152,7 +156,10 @@ async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float
 
 async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> bool:
     """Show an answer; False when the log has nothing about the request."""
+
     from kvlane.app.audit.unknown_ids import explain_unknown, is_published
+    from kvlane.app.settings import Settings
+    from kvlane.streams.client import STREAM_TIMEOUT_S, Client
 
     clock, seen, name = SystemClock(), asyncio.Event(), escape_control(request_id)
 
@@ -217,6 +224,8 @@ def _write(text: str) -> None:
 
 
 async def _cancel(request_id: str, service_class: ServiceClass) -> None:
+    from kvlane.app.settings import settings_for_writing
+
     async with kafka_client.connect_client(settings_for_writing()) as client:
         await client.cancel(request_id, service_class=service_class)
     typer.echo(f"published the cancel of {escape_control(request_id)}")
@@ -225,6 +234,10 @@ async def _cancel(request_id: str, service_class: ServiceClass) -> None:
 def parse_prompts(lines: Iterable[str], new_id: Callable[[], str]) -> list[Prompt]:
     """The prompts of a JSONL file, one object a line; new ids where none are given. Raises
     InvalidPromptFile with the line's number."""
+    from pydantic import ValidationError
+
+    from kvlane.streams.prompt import Prompt
+
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -270,6 +283,8 @@ async def write_stream(
 ) -> str:
     """Write the text of a request (of a dry run its worker and rank) as it arrives. Returns "" when
     it is complete, else the reason. Raises TimeoutError, and the errors of `Client.stream`."""
+    from kvlane.streams.records import End
+
     async for piece in client.stream(request_id, from_token=from_token, timeout_s=timeout_s):
         if isinstance(piece, End):
             whole = piece.code in ("stop", "length")

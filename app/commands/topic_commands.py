@@ -12,7 +12,6 @@ from rich.table import Table
 
 from kvlane.app.commands import kafka_client
 from kvlane.app.commands.console import plain_table
-from kvlane.app.settings import Settings, settings_for_writing
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.topics import AclRule, required_acls
 
@@ -64,6 +63,8 @@ def acls() -> None:
 
     The principals are named after the roles (User:router …): replace them with yours.
     """
+    from kvlane.app.settings import Settings
+
     settings = Settings()
     servers = settings.bootstrap_servers or "HOST:PORT"
     for right in required_acls(settings.reply_prefixes):
@@ -82,6 +83,7 @@ def _command(right: AclRule, servers: str, prefix: str) -> list[str]:
 
 
 async def _skip(topic: str, partition: int, offset: int) -> int:
+    from kvlane.app.settings import settings_for_writing
     from kvlane.streams.ports import Partition
     from kvlane.streams.reading.decoding import write_skip
 
@@ -93,6 +95,7 @@ async def _skip(topic: str, partition: int, offset: int) -> int:
 
 
 async def _topics(*, creating: bool) -> bool:
+    from kvlane.app.settings import Settings, settings_for_writing
     from kvlane.streams.kafka import provision
 
     settings = settings_for_writing() if creating else Settings()

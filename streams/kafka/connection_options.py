@@ -1,35 +1,24 @@
-"""Connection options of Kafka clients (addresses, TLS, SASL), and the connection of a process."""
+"""Connection options of Kafka clients (addresses, TLS, SASL), and the connection of a process.
+
+Settings import it, so it loads aiokafka late.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-from aiokafka import TopicPartition
-from aiokafka.abc import AbstractTokenProvider
-from aiokafka.helpers import create_ssl_context
 
 from kvlane.streams.ports import Partition
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from aiokafka import TopicPartition
+
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
-
-
-class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is untyped
-    """The OAUTHBEARER token from a file (UTF-8, trimmed), read at every connection attempt."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    async def token(self) -> str:
-        """The current token. Raises OSError if the file cannot be read."""
-        return (await asyncio.to_thread(self._path.read_text, "utf-8")).strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +71,8 @@ class ConnectionOptions:
         if self.uses_sasl:
             options["sasl_mechanism"] = self.sasl_mechanism
             if self.sasl_mechanism == "OAUTHBEARER":
+                from kvlane.streams.kafka.token_file import TokenFile
+
                 assert self.sasl_oauth_token_file is not None, "OAUTHBEARER without a token file"
                 options["sasl_oauth_token_provider"] = TokenFile(self.sasl_oauth_token_file)
             else:
@@ -90,6 +81,8 @@ class ConnectionOptions:
         return options
 
     def _ssl_context(self) -> SSLContext:
+        from aiokafka.helpers import create_ssl_context
+
         context: SSLContext = create_ssl_context(
             cafile=self.ssl_cafile,
             certfile=self.ssl_certfile,

@@ -21,7 +21,8 @@ from kvlane.app.settings import (
     unknown_variables,
 )
 from kvlane.indexer.block_hashes import LOOPBACK_SECRET, derive_secret
-from kvlane.streams.kafka.connection_options import ConnectionOptions, TokenFile
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.token_file import TokenFile
 from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, TOPICS_BY_NAME
 
 MECHANISMS_WITH_PASSWORD = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]

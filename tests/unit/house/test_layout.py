@@ -45,10 +45,12 @@ def loaded_by(statement: str) -> set[str]:
             ("asyncio", "aiokafka", "faststream", "pydantic"),
         ),
         (("kvlane.app.cli", "kvlane.app.gateway", "kvlane.app.preprocessor"), ("numba",)),
+        # `--help`, and completion at each Tab
+        (("kvlane.app.cli",), ("aiokafka", "pydantic", "kvlane.app.settings")),
         # 0.3 s of CPU at each start, most of it for models of OpenAPI documents
         (("kvlane.app.router", "kvlane.app.worker", "kvlane.app.preprocessor"), ("fastapi",)),
     ],
-    ids=("pure modules", "processes without kernels", "processes with probes only"),
+    ids=("pure modules", "processes without kernels", "command line", "processes with probes only"),
 )
 def test_modules_do_not_load(modules: tuple[str, ...], unloaded: tuple[str, ...]) -> None:
     """One interpreter for all: the error names the first module after whose import one is there."""

@@ -11,7 +11,6 @@ import typer
 import uvloop
 
 from kvlane.app.commands import console as screen
-from kvlane.app.settings import Settings
 
 if TYPE_CHECKING:
     from workbench.bench.report import Report
@@ -52,6 +51,8 @@ def benchmark(app: typer.Typer, *, exits: bool = False) -> Callable[[Load], Call
         name = load.__name__.replace("_", "-")
 
         def command(*, full: Full = False, json: Json = None) -> None:
+            from kvlane.app.settings import Settings
+
             run, quick, form = load()
             report = measure(name, partial(run, Settings(), form if full else quick), json)
             if exits:

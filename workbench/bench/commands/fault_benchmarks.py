@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlane.app.settings import Settings
 from workbench.bench.commands.benchmark_command import (
     Benchmark,
     Callback,
@@ -94,6 +93,7 @@ def chaos(
     of three brokers, and most requests go through Kafka. --resume continues an earlier run. Exit
     code 1 if a threshold is missed.
     """
+    from kvlane.app.settings import Settings
     from workbench.bench.chaos.chaos_run import PROCESS_FAULTS, ChaosScale, bench_chaos, read_rounds
     from workbench.bench.chaos.fault_injection import FAULT_KINDS
 
@@ -133,6 +133,7 @@ def overload(
     Quick: one minute; --full: ten. Every text is compared with the engine's. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
+    from kvlane.app.settings import Settings
     from workbench.bench.chaos.overload import OverloadScale, bench_overload
 
     scale = OverloadScale(60 * (FULL_MINUTES if full else minutes), factor)
@@ -191,6 +192,7 @@ def backlog(
     requests meanwhile, and publish more prompts until all faults are done. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
+    from kvlane.app.settings import Settings
     from workbench.bench.chaos.backlog_drain import DEFAULT, FULL, QUICK, bench_backlog
 
     has_one_phase = cut_links or dedup_window is not None

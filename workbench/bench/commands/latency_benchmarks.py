@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from kvlane.app.settings import Settings
 from workbench.bench.commands.benchmark_command import Benchmark, Full, Json, benchmark, measure
 
 app = typer.Typer()
@@ -87,6 +86,7 @@ def engines(
     nine minutes in all; --full: four of 60 s. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a
     broker.
     """
+    from kvlane.app.settings import Settings
     from workbench.bench.streaming.engine_comparison import FULL, KINDS, QUICK, SIDES, bench_engines
 
     sides, kinds = _only(side, SIDES), _only(traffic, KINDS)
@@ -164,6 +164,7 @@ def rebuild(
     From snapshots and the tail, and from the log alone, compared with a start with empty topics.
     Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
+    from kvlane.app.settings import Settings
     from workbench.bench.routing.cold_start import ColdStartScale, bench_cold_start
 
     scale = ColdStartScale(blocks, rounds=5 if full else 2)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from kvlane.app.settings import Settings
 from workbench.bench.commands.benchmark_command import (
     Benchmark,
     Full,
@@ -148,6 +147,7 @@ def routers(
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Quick: half a minute of each; --full: one
     and a half. Exit code 1 if the state of a router is wrong.
     """
+    from kvlane.app.settings import Settings
     from workbench.bench.routing import routers_kafka, routers_simulated
 
     if not kafka:
