@@ -47,7 +47,6 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="LLM workers behind Apache Kafka: prompts in, streams out, nothing lost when a process "

@@ -84,6 +84,11 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     assert "Usage" in result.stdout
 
 
+def test_tab_completes_a_command() -> None:
+    tab = {"_KVLANE_COMPLETE": "complete_bash", "COMP_WORDS": "kvlane expl", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, [], prog_name="kvlane", env=tab).stdout.split() == ["explain"]
+
+
 def test_prompt_is_published_and_its_id_printed(memory: MemoryBroker) -> None:
     result = kvlane("publish", "hello", "--system", "be brief", "--max-tokens", "5")
     assert result.exit_code == 0, result.output
