@@ -76,6 +76,10 @@ _MODULES = {
 }  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
         if name in names:

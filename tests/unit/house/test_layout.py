@@ -68,6 +68,10 @@ def test_app_loads_its_process_lazily() -> None:
     assert loaded_by("import kvlane.app") - before == {"kvlane.app"}
 
 
+def test_public_names_are_listed_before_their_first_use() -> None:
+    loaded_by("import kvlane; assert {'Client', 'Index', 'Engine'} <= set(dir(kvlane))")
+
+
 def test_missing_attribute_of_app_is_named() -> None:
     import kvlane.app
 
