@@ -218,6 +218,10 @@ class Log(Protocol):
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset appended at or after `timestamp_ms`; the end when there is none."""
 
+    async def committed_offsets(self, topic: str, group: str) -> Mapping[int, int]:
+        """The offsets of a topic that a group has committed, by partition; without partitions that
+        have none. Raises BrokerUnavailable."""
+
     async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
         """Partitions of topics outside of the deployment, by whole names; 0: does not exist. Raises
         BrokerUnavailable."""

@@ -39,6 +39,7 @@ from kvlane.streams.kafka.aiokafka_client import (
     limit_client_logs,
     to_access_denied,
 )
+from kvlane.streams.kafka.client_patches.client_parts import client_parts
 from kvlane.streams.kafka.connection_options import ConnectionOptions
 from kvlane.streams.kafka.group_member import KafkaMember
 from kvlane.streams.kafka.kafka_reader import KafkaReader
@@ -67,6 +68,8 @@ class KafkaLog:
         self._query_consumer: LazyConsumer | None = None
         self._stable_consumer: LazyConsumer | None = None
         """For the ends of topics that clients write in transactions."""
+        self._group_consumers: dict[str, LazyConsumer] = {}
+        """For the commits of groups, by group."""
         self._users: dict[KafkaReader | KafkaMember | KafkaTransactionalWriter, None] = {}
         self._outside: list[KafkaLog] = []
         self._partitions: dict[str, int] = {}
@@ -110,7 +113,8 @@ class KafkaLog:
             return
         self._closed = True
         await asyncio.gather(*(each.close() for each in (*self._users, *self._outside)))
-        for consumer in (self._query_consumer, self._stable_consumer):
+        queries = (self._query_consumer, self._stable_consumer, *self._group_consumers.values())
+        for consumer in queries:
             if consumer is not None:
                 await consumer.close()
         if self._producer is not None:
@@ -193,6 +197,19 @@ class KafkaLog:
             topic, lambda consumer: consumer.offsets_for_times({tp: max(0, timestamp_ms)})
         )
         return end if found[tp] is None else int(found[tp].offset)
+
+    async def committed_offsets(self, topic: str, group: str) -> dict[int, int]:
+        tps = await self._all_existing(topic, range(await self.partitions(topic)))
+        client = self._group_consumers.get(group)
+        if client is None:
+            # Without a subscription it is no member of the group.
+            options = {"group_id": self.prefix + group, "enable_auto_commit": False}
+            client = LazyConsumer({**self.options, **options}, self.request_timeout_s)
+            self._group_consumers[group] = client
+        found = await self._retry_query(
+            topic, lambda consumer: client_parts().committed(consumer, tps), client
+        )
+        return {tp.partition: offset for tp, offset in found.items()}
 
     async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
         known = await self._all_topics()

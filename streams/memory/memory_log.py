@@ -152,6 +152,10 @@ class MemoryLog:
         await self._exchange(topic, (partition,))
         return self.broker.log(topic, partition).offset_at(timestamp_ms)
 
+    async def committed_offsets(self, topic: str, group: str) -> dict[int, int]:
+        await self._exchange(topic, ())
+        return dict(self.broker.group(topic, group).committed)
+
     async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
         await self._exchange(REGISTRY, (0,))
         return {topic: self.broker.partitions.get(topic, 0) for topic in topics}

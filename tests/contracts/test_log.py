@@ -755,8 +755,11 @@ class TestGroups:
         first, _ = joined(log, topic)
         await read(first, 1)
         await first.commit({0: 1})
+        others = f"another-group-of-{topic}"
+        assert await log.committed_offsets(topic, f"group-of-{topic}") == {0: 1}
+        assert await log.committed_offsets(topic, others) == {}
         owner = Owner()
-        owner.member = second = log.member(topic, f"another-group-of-{topic}", owner)
+        owner.member = second = log.member(topic, others, owner)
         assert values(await read(second, 1)) == [b"x"]
 
 
