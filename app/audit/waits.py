@@ -15,7 +15,15 @@ from kvlane.streams.clock import Clock
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.decoding import RecordDecoder
 from kvlane.streams.reading.range_reader import read_range, record_at
-from kvlane.streams.records import Assigned, Ended, Fencing, Finished, RouterCapacity, Started
+from kvlane.streams.records import (
+    Assigned,
+    Ended,
+    Fencing,
+    Finished,
+    LogRecord,
+    RouterCapacity,
+    Started,
+)
 from kvlane.streams.request import Request
 from kvlane.streams.topics import CAPACITY, REQUESTS
 
@@ -54,41 +62,66 @@ class RouterReports(NamedTuple):
         return next((wait for wait in self.waits if wait.request_id == request_id), None)
 
 
+class ReportFold:
+    """The newest reports of each router, of the records of `capacity` in their order."""
+
+    def __init__(self) -> None:
+        self._newest_ms = 0
+        self._states: dict[str, tuple[int, RouterCapacity]] = {}
+        self._waits: dict[str, tuple[int, RouterCapacity]] = {}
+
+    def add(self, log_record: LogRecord) -> None:
+        report, at_ms = log_record.record, log_record.timestamp_ms
+        self._newest_ms = max(self._newest_ms, at_ms)
+        if isinstance(report, RouterCapacity):
+            self._states[report.router] = at_ms, report
+            if report.waits is not None:
+                self._waits[report.router] = at_ms, report
+
+    def expire(self) -> None:
+        """Drop the routers that have reported no waits for long."""
+        for known in (self._states, self._waits):
+            for name in [n for n, (at_ms, _) in known.items() if at_ms < self._oldest_ms]:
+                del known[name]
+
+    @property
+    def _oldest_ms(self) -> int:
+        return self._newest_ms - _READ_MS
+
+    def reports(self) -> RouterReports:
+        now_ms = self._newest_ms
+        recent = {n: r for n, r in self._waits.items() if r[0] >= self._oldest_ms}
+        return RouterReports(
+            now_ms,
+            {
+                lane: (name, position)
+                for name, (at_ms, report) in self._states.items()
+                if now_ms - at_ms < SILENCE_MS
+                for lane, position in report.positions.items()
+            },
+            tuple(
+                ReportedWait(request_id, name, since_ms, report.waits.reasons[reason], at_ms)
+                for name, (at_ms, report) in recent.items()
+                if report.waits is not None
+                for request_id, since_ms, reason in report.waits.requests
+            ),
+            sum(r.waits.left_out for _, r in recent.values() if r.waits is not None),
+        )
+
+
 async def read_reports(log: Log, clock: Clock) -> RouterReports:
     """The newest reports of all routers. Raises BrokerUnavailable, PositionLost, NewerRecord."""
     end = (await log.end_offsets(CAPACITY, [0]))[0]
     newest = await record_at(log, clock, _CAPACITY, end - 1) if end else None
     if newest is None:
         return RouterReports(0, {}, (), 0)
-    now_ms = newest.timestamp
-    start = await log.offset_at(CAPACITY, 0, now_ms - _READ_MS)
-    states: dict[str, tuple[int, RouterCapacity]] = {}
-    waits: dict[str, tuple[int, RouterCapacity]] = {}
-    decoding = RecordDecoder(log, clock)
+    start = await log.offset_at(CAPACITY, 0, newest.timestamp - _READ_MS)
+    fold, decoding = ReportFold(), RecordDecoder(log, clock)
     async with aclosing(read_range(log, clock, {_CAPACITY: start}, {_CAPACITY: end})) as batches:
         async for source, records, _ in batches:
-            for each in await decoding.decode_records(source, records):
-                report = each.record
-                if isinstance(report, RouterCapacity):
-                    states[report.router] = each.timestamp_ms, report
-                    if report.waits is not None:
-                        waits[report.router] = each.timestamp_ms, report
-    return RouterReports(
-        now_ms,
-        {
-            lane: (name, position)
-            for name, (at_ms, report) in states.items()
-            if now_ms - at_ms < SILENCE_MS
-            for lane, position in report.positions.items()
-        },
-        tuple(
-            ReportedWait(request_id, name, since_ms, report.waits.reasons[reason], at_ms)
-            for name, (at_ms, report) in waits.items()
-            if report.waits is not None
-            for request_id, since_ms, reason in report.waits.requests
-        ),
-        sum(report.waits.left_out for _, report in waits.values() if report.waits is not None),
-    )
+            for log_record in await decoding.decode_records(source, records):
+                fold.add(log_record)
+    return fold.reports()
 
 
 async def explain_wait(log: Log, clock: Clock, timeline: RequestTimeline) -> str:
