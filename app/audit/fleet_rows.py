@@ -1,0 +1,400 @@
+"""Workers, models, requests and queues of a deployment as rows, from a `FleetView`.
+
+They are the objects of `--json`: fields are only added. Points in time are those of the broker, in
+ms since 1970; None: unknown. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from kvlane.app.audit.drift import ErrorShares
+from kvlane.app.audit.fleet_view import FleetView, RequestFacts
+from kvlane.app.audit.waits import ReportedWait
+from kvlane.app.routing.state.fleet import FleetMember
+from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, RunState, RunStatus
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_types.batch_records import BatchJob
+from kvlane.streams.records import Phase, RunKey, WorkerState
+from kvlane.streams.topics import REQUESTS, lane_of
+
+ShownState = WorkerState | Literal["starting", "silent", "lost"]
+ShownPhase = Literal["queued", "assigned", "prefill", "decode", "ended"]
+_PHASES: dict[RunState, ShownPhase] = {
+    "assigned": "assigned", "started": "prefill", "prefilled": "decode",
+}  # fmt: skip
+COMPLETED = frozenset({"stop", "length", "seen", "cancelled"})
+"""Codes of requests that are no failures."""
+_RUN_ORDER: dict[Phase, int] = {"prefill": 0, "aggregated": 1, "decode": 1}
+_OVERDUE_MS = 60_000
+"""Time after its deadline at which a request that seems to wait is an old copy of its record."""
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """A worker. `state`: `ready`, `draining`, `unhealthy` by its heartbeat; `starting`: none yet;
+    `silent`: none for KVLANE_WORKER_TIMEOUT_S; `lost`: a router has ended its epoch. `running`,
+    `waiting`: runs in its engine, and before. `kv_use`: used part of its cache, 0 to 1. `hit_rate`:
+    cached part of the tokens of prompts. `ttft_error`, `itl_error`: median of |predicted -
+    measured| / measured, of at least 20 runs."""
+
+    id: str
+    model: str
+    role: str
+    state: ShownState
+    reason: str
+    epoch: int
+    since_ms: int | None
+    heartbeat_age_s: float | None
+    running: int | None
+    waiting: int | None
+    kv_use: float | None
+    hit_rate: float | None
+    ttft_error: float | None
+    itl_error: float | None
+    versions: dict[str, str]
+
+
+class ModelRow(msgspec.Struct, frozen=True):
+    """A model. `open`, `queued`: its open requests, and those of them without a worker.
+    `tokenizer`: SHA-256 of its file; `checksum`: of the card, the version of the model; "": none.
+    `versions`: of the engines of its workers."""
+
+    name: str
+    kind: str
+    workers: int
+    ready: int
+    open: int
+    queued: int
+    context_length: int | None
+    tokenizer: str
+    checksum: str
+    versions: list[str]
+
+
+class RequestRow(msgspec.Struct, frozen=True):
+    """A request. `phase`: `queued` (without a worker), `assigned`, `prefill`, `decode`, `ended`.
+    `code`, `reason`: of its end, or of the last failed run. `age_s`: since its append. From then:
+    `wait_ms` to its first decision, `ttft_ms` to its first token, `total_ms` to its end.
+    `output_tokens`: so far, by the last heartbeat; `retries`: attempts after the first."""
+
+    id: str
+    model: str
+    tenant: str
+    service_class: str
+    phase: ShownPhase
+    worker: str
+    code: str
+    reason: str
+    age_s: float | None
+    wait_ms: int | None
+    ttft_ms: int | None
+    total_ms: int | None
+    output_tokens: int
+    retries: int
+
+
+class LaneRow(msgspec.Struct, frozen=True):
+    """The queue of a lane. `router`: its owner, "" without one. `unread`: records of `requests`
+    that it has not read. `queued`, `queued_batch`: requests without a worker, by class (those of
+    an unknown one count as `queued`); `oldest_s`: age of the oldest."""
+
+    lane: int
+    router: str
+    unread: int | None
+    queued: int
+    queued_batch: int
+    oldest_s: float | None
+
+
+class WaitRow(msgspec.Struct, frozen=True):
+    """A reason for which requests have waited in routers for ten seconds, and their number."""
+
+    reason: str
+    requests: int
+
+
+def worker_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[WorkerRow]:
+    """All workers by id, those that were lost in the window included."""
+    hits = _hit_rates(view)
+    rows = [
+        _worker_row(view, member, now_ms, timeout_s, hits) for member in view.fleet.members.values()
+    ]
+    for worker, lost in view.lost.items():
+        card = view.cards.get(worker)
+        has_returned = card is not None and (card.epoch or 0) > lost.epoch
+        if worker not in view.fleet.members and not has_returned:
+            model, role = ("", "") if card is None else (card.model, card.role)
+            silent_s = round((now_ms - lost.at_ms + lost.silent_ms) / 1000, 1)
+            rows.append(
+                WorkerRow(
+                    worker, model, role, "lost", "", lost.epoch, None, silent_s, None, None, None,
+                    None, None, None, {} if card is None else dict(card.versions),
+                )
+            )  # fmt: skip
+    return sorted(rows, key=lambda row: row.id)
+
+
+def _worker_row(
+    view: FleetView, member: FleetMember, now_ms: int, timeout_s: float, hits: dict[str, float]
+) -> WorkerRow:
+    card, worker = member.card, member.card.id
+    last, beat = view.fleet.heartbeats.get(worker), view.heartbeats.get(worker)
+    if last is None or beat is None or last.epoch != member.epoch:
+        last = beat = None
+    errors = view.drift.summary_of([worker], now_ms)
+    state, age_s = _state(view, member, now_ms, timeout_s)
+    running = waiting = kv_use = None
+    if beat is not None:
+        running, waiting = len(beat.running) - beat.waiting, beat.waiting
+        if beat.engine is not None:
+            running, waiting = beat.engine.running, waiting + beat.engine.waiting
+            if beat.engine.kv_total_blocks:
+                kv_use = round(beat.engine.kv_used_blocks / beat.engine.kv_total_blocks, 4)
+    return WorkerRow(
+        worker, card.model, card.role, state, "" if beat is None else beat.reason, member.epoch,
+        member.since_ms, age_s, running, waiting, kv_use, hits.get(worker),
+        _median(errors.ttft_error), _median(errors.itl_error), dict(card.versions),
+    )  # fmt: skip
+
+
+def _median(of: ErrorShares | None) -> float | None:
+    return None if of is None else round(of.median, 4)
+
+
+def _state(
+    view: FleetView, member: FleetMember, now_ms: int, timeout_s: float
+) -> tuple[ShownState, float | None]:
+    """The state of a worker, and the age of its last heartbeat in seconds."""
+    fleet, worker = view.fleet, member.card.id
+    last = fleet.heartbeats.get(worker)
+    is_present = last is not None and last.epoch == member.epoch
+    age_s = max(0, now_ms - last.at_ms) / 1000 if last is not None and is_present else None
+    if fleet.is_lost(worker, member.epoch):
+        return "lost", age_s
+    silent_s = (now_ms - member.since_ms) / 1000 if age_s is None else age_s
+    if silent_s > timeout_s:
+        return "silent", age_s
+    return "starting" if last is None or not is_present else last.state, age_s
+
+
+def _hit_rates(view: FleetView) -> dict[str, float]:
+    prompts, cached = Counter[str](), Counter[str]()
+    for facts in view.requests.values():
+        is_exact = facts.offset >= 0 and facts.is_tokenized
+        if facts.cached_tokens is not None and facts.prompt_tokens and is_exact:
+            prompts[facts.cached_worker] += facts.prompt_tokens
+            cached[facts.cached_worker] += min(facts.cached_tokens, facts.prompt_tokens)
+    return {worker: round(cached[worker] / tokens, 4) for worker, tokens in prompts.items()}
+
+
+def model_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[ModelRow]:
+    """The models that have a card, a worker, or an open request."""
+    workers, ready, versions = Counter[str](), Counter[str](), defaultdict[str, set[str]](set)
+    for row in worker_rows(view, now_ms, timeout_s):
+        if row.state != "lost":
+            workers[row.model] += 1
+            ready[row.model] += row.state == "ready"
+            versions[row.model] |= {f"{name} {of}" for name, of in row.versions.items()}
+    open_requests, queued = Counter[str](), Counter[str]()
+    for request in open_requests_of(view, now_ms):
+        open_requests[request.model] += 1
+        queued[request.model] += request.phase == "queued"
+    cards = view.fleet.models
+    rows = []
+    for name in sorted(cards.keys() | workers.keys() | {n for n in open_requests if n}):
+        card = cards.get(name)
+        tokenizer = None if card is None else card.tokenizer
+        rows.append(
+            ModelRow(
+                name, "" if card is None else card.kind, workers[name], ready[name],
+                open_requests[name], queued[name], None if card is None else card.context_length,
+                "" if tokenizer is None else tokenizer.sha256,
+                "" if card is None else card.checksum, sorted(versions[name]),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def open_requests_of(view: FleetView, now_ms: int) -> list[RequestRow]:
+    """The open requests, the oldest first."""
+    runs = _reported_runs(view)
+    rows: dict[str, RequestRow] = {}
+    for request_id, facts in view.requests.items():
+        if facts.code:
+            continue
+        lane = view.lanes.get(facts.lane)
+        state = None if lane is None else lane.requests.get(request_id)
+        if (state is not None and state.is_known) or _waits(facts, now_ms):
+            rows[request_id] = _open_row(view, request_id, facts, state, runs, now_ms)
+    early = {wait.request_id: _early_row(view, wait) for wait in view.reports.reports().waits}
+    for key in sorted(runs, key=lambda key: (key.attempt, _RUN_ORDER[key.phase])):
+        early[key.id] = _early_row(view, key, *runs[key])
+    for request_id, row in early.items():
+        known = view.requests.get(request_id)
+        if request_id not in rows and (known is None or not (known.code or known.began_ms)):
+            rows[request_id] = row
+    return sorted(rows.values(), key=lambda row: (row.age_s is not None, -(row.age_s or 0), row.id))
+
+
+def _waits(facts: RequestFacts, now_ms: int) -> bool:
+    """Whether a request without a decision waits for it."""
+    is_read = facts.began_ms and not facts.decided_ms and not facts.code
+    return bool(is_read) and now_ms <= facts.deadline_ms + _OVERDUE_MS
+
+
+def _reported_runs(view: FleetView) -> dict[RunKey, tuple[str, int]]:
+    """The open runs by the last heartbeats: worker and output tokens."""
+    return {
+        key: (worker, tokens)
+        for worker, member in view.fleet.live_members()
+        if (beat := view.fleet.heartbeats.get(worker)) is not None and beat.epoch == member.epoch
+        for key, tokens in beat.running.items()
+    }
+
+
+def _open_row(
+    view: FleetView,
+    request_id: str,
+    facts: RequestFacts,
+    state: RequestState | None,
+    runs: dict[RunKey, tuple[str, int]],
+    now_ms: int,
+) -> RequestRow:
+    found = None if state is None else _present_run(state)
+    worker, tokens = "", facts.output_tokens
+    phase: ShownPhase = "queued"
+    if found is not None:
+        run_id, run = found
+        worker = run_id.worker
+        phase = _PHASES[run.state]
+        reported = runs.get(RunKey(request_id, run_id.attempt, run_id.phase))
+        tokens = facts.base_tokens + (0 if reported is None else reported[1])
+    model = facts.model or _model_of(view, worker or facts.worker)
+    return _row(request_id, facts, model, phase, worker, tokens, now_ms)
+
+
+def _present_run(state: RequestState) -> tuple[RunId, RunStatus] | None:
+    """The open run of a request that came last: with a hand-over its decode."""
+    found = [(run_id, run) for run_id, run in state.runs.items() if run.state in OPEN]
+    return max(found, key=lambda each: (each[0].attempt, _RUN_ORDER[each[0].phase]), default=None)
+
+
+def _early_row(
+    view: FleetView, of: RunKey | ReportedWait, worker: str = "", tokens: int = 0
+) -> RequestRow:
+    """A request that was appended before the records that were read, by its run or its wait."""
+    phase: ShownPhase = "queued"
+    request_id, attempt = (of.id, of.attempt) if isinstance(of, RunKey) else (of.request_id, 0)
+    if isinstance(of, RunKey):
+        phase = "decode" if tokens else "prefill"
+    return RequestRow(
+        request_id, _model_of(view, worker), "", "", phase, worker, "", "", None, None, None, None,
+        tokens, attempt,
+    )  # fmt: skip
+
+
+def _model_of(view: FleetView, worker: str) -> str:
+    card = view.cards.get(worker)
+    return "" if card is None else card.model
+
+
+def ended_requests_of(view: FleetView) -> list[RequestRow]:
+    """The requests that were appended and ended in the window, the last ones first."""
+    found = sorted(
+        (facts.ended_ms, request_id)
+        for request_id, facts in view.requests.items()
+        if facts.code and facts.began_ms
+    )
+    return [_ended_row(view, request_id) for _, request_id in reversed(found)]
+
+
+def _ended_row(view: FleetView, request_id: str) -> RequestRow:
+    facts = view.requests[request_id]
+    model = facts.model or _model_of(view, facts.worker)
+    return _row(
+        request_id, facts, model, "ended", facts.worker, facts.output_tokens, facts.ended_ms
+    )
+
+
+def _row(
+    request_id: str,
+    facts: RequestFacts,
+    model: str,
+    phase: ShownPhase,
+    worker: str,
+    tokens: int,
+    until_ms: int,
+) -> RequestRow:
+    began_ms = facts.began_ms
+
+    def after(at_ms: int) -> int | None:
+        return max(0, at_ms - began_ms) if began_ms and at_ms else None
+
+    age_ms = after(until_ms)
+    return RequestRow(
+        request_id, model, facts.tenant, facts.service_class, phase, worker, facts.code,
+        facts.reason, None if age_ms is None else age_ms / 1000, after(facts.decided_ms),
+        after(facts.first_token_ms), after(facts.ended_ms), tokens, facts.attempt,
+    )  # fmt: skip
+
+
+def lane_rows(view: FleetView, now_ms: int) -> list[LaneRow]:
+    positions, ends = view.reports.reports().positions, list(_lane_ends(view))
+    queued, batch = Counter[int](), Counter[int]()
+    oldest: dict[int, float] = {}
+    for row in open_requests_of(view, now_ms):
+        if row.phase == "queued":
+            lane = lane_of(row.id, len(ends))
+            (batch if row.service_class == "batch" else queued)[lane] += 1
+            oldest[lane] = max(oldest.get(lane, 0.0), row.age_s or 0.0)
+    rows = []
+    for lane, end in enumerate(ends):
+        router, position = positions.get(lane, ("", None))
+        unread = None if position is None else max(0, end - position)
+        rows.append(
+            LaneRow(lane, router, unread, queued[lane], batch[lane], oldest.get(lane) or None)
+        )
+    return rows
+
+
+def _lane_ends(view: FleetView) -> Iterator[int]:
+    lane = 0
+    while (end := view.position(Partition(REQUESTS, lane))) is not None:
+        yield end
+        lane += 1
+
+
+def wait_rows(view: FleetView, now_ms: int) -> list[WaitRow]:
+    """The reasons of waits that have not ended since routers reported them."""
+    reports = view.reports.reports()
+    queued = {row.id for row in open_requests_of(view, now_ms) if row.phase == "queued"}
+    reasons = Counter(wait.reason for wait in reports.waits if wait.request_id in queued)
+    rows = [WaitRow(reason, count) for reason, count in reasons.most_common()]
+    return [*rows, WaitRow("not listed", reports.left_out)] if reports.left_out else rows
+
+
+class JobRow(msgspec.Struct, frozen=True):
+    """A job of the Batch API that has not ended. `published`: lines up to which all are prompts."""
+
+    id: str
+    tenant: str
+    status: str
+    lines: int
+    published: int
+    completed: int
+    failed: int
+    created_s: int
+
+
+def job_rows(jobs: Iterable[BatchJob]) -> list[JobRow]:
+    return [
+        JobRow(
+            job.id, job.tenant, job.status, job.lines, job.published, job.completed, job.failed,
+            job.created_s,
+        )
+        for job in jobs
+    ]  # fmt: skip

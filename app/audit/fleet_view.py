@@ -1,0 +1,235 @@
+"""Recent state of a deployment for operators: workers, open and finished requests, routers.
+
+A view over `SOURCES`, read from the recent records on. It holds the views of routers (`Fleet`,
+`LaneState`, `DriftTracker`) and the facts of requests that these leave out: names, times, tokens.
+Events before the first record that is read are missing, but for open runs, which workers repeat in
+each heartbeat. Memory: the requests of the window, at most `MAX_ENDED` that have ended. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from kvlane.app.audit.drift import COMPLETE, DriftTracker
+from kvlane.app.audit.waits import ReportFold
+from kvlane.app.routing.state.active_load import ActiveLoad
+from kvlane.app.routing.state.batch_runs import BatchRuns
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.ledger import LaneState
+from kvlane.app.routing.state.request_state import LedgerRecord, RunLoads
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import (
+    Assigned,
+    Fencing,
+    Finished,
+    Heartbeat,
+    LogRecord,
+    Lost,
+    PrefillDone,
+    Refused,
+    WorkerCard,
+)
+from kvlane.streams.request import Request
+from kvlane.streams.topics import CAPACITY, HOUR_MS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS
+
+SOURCES = (REGISTRY, CAPACITY, KV_EVENTS, LEDGER, REQUESTS)
+MAX_ENDED = 50_000
+"""Ended requests that are kept, the newest; about 20 MB."""
+MAX_CARDS = 10_000
+_SWEEP_MS = 60_000
+
+
+class RequestFacts(msgspec.Struct):
+    """Facts of a request. Times by the broker, in ms; 0: not reached, or not read.
+
+    `began_ms`: append of the request, or of its prompt. `offset`: of its record in `requests`; -1:
+    not read. `cached_tokens`: of `prompt_tokens`, by the engine that computed them
+    (`cached_worker`); None: not reported, or the prompt is not tokenized. `base_tokens`: output of
+    earlier attempts.
+    """
+
+    lane: int
+    began_ms: int = 0
+    deadline_ms: int = 0
+    offset: int = -1
+    model: str = ""
+    tenant: str = ""
+    service_class: ServiceClass = "interactive"
+    is_tokenized: bool = True
+    worker: str = ""
+    attempt: int = 0
+    decided_ms: int = 0
+    first_token_ms: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    cached_worker: str = ""
+    base_tokens: int = 0
+    output_tokens: int = 0
+    code: str = ""
+    reason: str = ""
+    ended_ms: int = 0
+    last_ms: int = 0
+
+
+class LostWorker(msgspec.Struct, frozen=True):
+    epoch: int
+    at_ms: int
+    silent_ms: int
+
+
+class FleetView:
+    name = "recent fleet"
+
+    def __init__(self, window_ms: int) -> None:
+        """`window_ms`: age up to which records count: ended requests, losses."""
+        self.fleet = Fleet()
+        self.drift = DriftTracker()
+        self.reports = ReportFold()
+        self.lanes: dict[int, LaneState] = {}
+        self.cards: dict[str, WorkerCard] = {}
+        """The newest `MAX_CARDS` of all workers, also of those that are gone."""
+        self.heartbeats: dict[str, Heartbeat] = {}
+        """Those in `fleet.heartbeats`, with all their figures."""
+        self.lost: dict[str, LostWorker] = {}
+        self.requests: dict[str, RequestFacts] = {}
+        self._window_ms = window_ms
+        self._loads = RunLoads(ActiveLoad(), BatchRuns())
+        self._ended: deque[str] = deque()
+        self._positions: dict[Partition, int] = {}
+        self._swept_ms = 0
+
+    def position(self, source: Partition) -> int | None:
+        return self._positions.get(source)
+
+    def forget(self, source: Partition) -> None:
+        self._positions.pop(source, None)
+        if source.topic in {REGISTRY, KV_EVENTS}:
+            self.fleet.forget(source)
+        elif source.topic == LEDGER and (lane := self.lanes.pop(source.partition, None)):
+            lane.clear(self._loads)
+
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
+        topic, partition = source
+        if topic in {REGISTRY, KV_EVENTS}:
+            self.fleet.apply(source, log_records, position)
+        for log_record in log_records:
+            if topic == LEDGER:
+                self._on_ledger(partition, log_record)
+            elif topic == REQUESTS:
+                self._on_request(partition, log_record)
+            elif topic == CAPACITY:
+                self.reports.add(log_record)
+            else:
+                self._on_worker(log_record)
+        self._positions[source] = position
+        if log_records and topic != REGISTRY:
+            self._expire(log_records[-1].timestamp_ms)
+
+    def _on_worker(self, log_record: LogRecord) -> None:
+        record = log_record.record
+        if isinstance(record, Heartbeat):
+            last = self.fleet.heartbeats.get(record.worker)
+            if last is not None and last.epoch == record.epoch:
+                self.heartbeats[record.worker] = record
+        elif isinstance(record, WorkerCard):
+            self.cards.pop(record.id, None)
+            self.cards[record.id] = record
+            if len(self.cards) > MAX_CARDS:
+                del self.cards[next(iter(self.cards))]
+        elif isinstance(record, Lost):
+            at_ms = log_record.timestamp_ms
+            self.lost[record.worker] = LostWorker(record.epoch, at_ms, record.silent_ms)
+
+    def _on_request(self, lane: int, log_record: LogRecord) -> None:
+        record, at_ms = log_record.record, log_record.timestamp_ms
+        if isinstance(record, Request):
+            facts = self._facts(lane, record.id, at_ms)
+            if facts.offset >= 0 and not record.is_renewed:
+                return  # a copy
+            facts.offset = log_record.offset
+            facts.began_ms = record.queued_ms or facts.began_ms or at_ms
+            facts.deadline_ms = facts.began_ms + int(record.deadline_s * 1000)
+            facts.model, facts.tenant = record.model, record.tenant
+            facts.service_class = record.service_class
+            facts.is_tokenized = record.body is None
+        elif isinstance(record, Refused):
+            facts = self._facts(lane, record.id, at_ms)
+            facts.reason = record.message
+            facts.began_ms = facts.began_ms or record.queued_ms or at_ms
+            facts.deadline_ms = facts.deadline_ms or at_ms + _SWEEP_MS
+
+    def _on_ledger(self, number: int, log_record: LogRecord) -> None:
+        record, at_ms = log_record.record, log_record.timestamp_ms
+        if not isinstance(record, LedgerRecord):
+            return
+        lane = self.lanes.setdefault(number, LaneState(self._window_ms))
+        lane.apply(log_record, self._loads)
+        self.drift.on_record(log_record)
+        facts = self._facts(number, record.id, at_ms)
+        if facts.code:
+            return
+        _note(facts, record, at_ms)
+        outcome = lane.finished.get(record.id)
+        if outcome is not None:
+            facts.code, facts.ended_ms = outcome.code, outcome.last_ms
+            self._ended.append(record.id)
+
+    def _facts(self, lane: int, request_id: str, at_ms: int) -> RequestFacts:
+        facts = self.requests.get(request_id)
+        if facts is None:
+            facts = self.requests[request_id] = RequestFacts(lane)
+        facts.last_ms = max(facts.last_ms, at_ms)
+        return facts
+
+    def _expire(self, now_ms: int) -> None:
+        since_ms = now_ms - self._window_ms
+        while self._ended and (
+            len(self._ended) > MAX_ENDED or self.requests[self._ended[0]].ended_ms < since_ms
+        ):
+            del self.requests[self._ended.popleft()]
+        if now_ms - self._swept_ms < _SWEEP_MS:
+            return
+        self._swept_ms = now_ms
+        # Their record is deleted by now: a request that still waits has been appended again.
+        old = [n for n, f in self.requests.items() if not f.code and f.last_ms < now_ms - HOUR_MS]
+        for request_id in old:
+            del self.requests[request_id]
+        self.reports.expire()
+        self.lost = {w: lost for w, lost in self.lost.items() if lost.at_ms >= since_ms}
+        known = self.fleet.heartbeats
+        self.heartbeats = {w: beat for w, beat in self.heartbeats.items() if w in known}
+
+
+def _note(facts: RequestFacts, record: LedgerRecord, at_ms: int) -> None:
+    """Take in the facts of a ledger record that the state of its lane leaves out."""
+    if isinstance(record, Assigned):
+        facts.worker, facts.attempt = record.worker, record.attempt
+        facts.base_tokens = facts.output_tokens = record.base_tokens
+        facts.service_class = record.service_class
+        facts.decided_ms = facts.decided_ms or at_ms
+        facts.prompt_tokens = facts.prompt_tokens or record.prompt_tokens
+        facts.deadline_ms = record.deadline_ms
+    elif isinstance(record, PrefillDone):
+        if record.phase != "prefill":
+            facts.first_token_ms = facts.first_token_ms or at_ms
+        _note_cached(facts, record)
+    elif isinstance(record, Finished):
+        facts.reason = record.reason or facts.reason
+        if record.phase != "prefill":
+            facts.output_tokens = facts.base_tokens + record.output_tokens
+        if record.code in COMPLETE:
+            _note_cached(facts, record)
+    elif isinstance(record, Fencing):
+        facts.attempt = record.attempt
+        facts.reason = record.reason or facts.reason
+
+
+def _note_cached(facts: RequestFacts, record: PrefillDone | Finished) -> None:
+    """Engines count the blocks that a decode worker has fetched as cached, and those of output
+    that a later attempt continues."""
+    if facts.cached_tokens is None and record.phase != "decode" and not record.attempt:
+        facts.cached_tokens, facts.cached_worker = record.cached_tokens, record.worker

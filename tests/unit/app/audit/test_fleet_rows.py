@@ -1,0 +1,381 @@
+"""Tests of the rows of workers, models, requests and queues, from made records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvlane.app.audit import fleet_view
+from kvlane.app.audit.drift import MIN_RUNS
+from kvlane.app.audit.fleet_rows import (
+    RequestRow,
+    WorkerRow,
+    ended_requests_of,
+    lane_rows,
+    model_rows,
+    open_requests_of,
+    wait_rows,
+    worker_rows,
+)
+from kvlane.app.audit.fleet_view import FleetView
+from kvlane.streams.codecs import AnyRecord, pack_tokens
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
+    Assigned,
+    Candidate,
+    Ended,
+    EngineConfig,
+    EngineStats,
+    Fencing,
+    Finished,
+    Heartbeat,
+    LogRecord,
+    Lost,
+    ModelCard,
+    PrefillDone,
+    Refused,
+    ReportedWaits,
+    RequestOffset,
+    RouterCapacity,
+    RunProgress,
+    Started,
+    Tombstone,
+    WorkerCard,
+)
+from kvlane.streams.request import OpenAiBody, Request
+from kvlane.streams.topics import CAPACITY, KV_EVENTS, LEDGER, REGISTRY, REQUESTS
+
+NOW_MS = 1_790_000_000_000
+WINDOW_MS = 300_000
+TIMEOUT_S = 5.0
+ORIGIN = RequestOffset(topic=REQUESTS, partition=0, offset=0)
+
+
+class MadeFleet:
+    """A view, with records that are appended to partition 0 of their topics."""
+
+    def __init__(self) -> None:
+        self.view = FleetView(WINDOW_MS)
+        self.offsets: dict[str, int] = {}
+        for topic in fleet_view.SOURCES:
+            self.view.apply(Partition(topic, 0), (), 0)
+
+    def append(self, topic: str, record: AnyRecord, after_ms: int = 0) -> int:
+        offset = self.offsets.get(topic, 0)
+        self.offsets[topic] = offset + 1
+        log_record = LogRecord(offset, NOW_MS + after_ms, record)
+        self.view.apply(Partition(topic, 0), [log_record], offset + 1)
+        return offset
+
+    def register(self, worker: str, model: str = "demo", after_ms: int = -60_000) -> int:
+        card: dict[str, Any] = {
+            "id": worker, "slot": 0, "model": model, "config": EngineConfig(model=model),
+            "versions": {"vllm": "0.32"},
+        }  # fmt: skip
+        epoch = self.append(REGISTRY, WorkerCard(**card), after_ms)
+        self.append(REGISTRY, WorkerCard(**card, epoch=epoch), after_ms)
+        return epoch
+
+    def beat(self, worker: str, epoch: int, after_ms: int = 0, **over: Any) -> None:
+        beat = Heartbeat(worker=worker, epoch=epoch, slot_offset=0, **over)
+        self.append(KV_EVENTS, beat, after_ms)
+
+    def ask(self, request_id: str, after_ms: int = 0, **over: Any) -> None:
+        fields = {"model": "demo", "tenant": "acme", "token_ids": pack_tokens(range(100))}
+        self.append(REQUESTS, Request(id=request_id, **(fields | over)), after_ms)
+
+    def assign(self, request_id: str, epoch: int, after_ms: int = 0, **over: Any) -> dict[str, Any]:
+        run = {
+            "id": request_id,
+            "attempt": 0,
+            "phase": "aggregated",
+            "worker": "w1",
+            "epoch": epoch,
+        } | {name: over.pop(name) for name in ("attempt", "phase", "worker") if name in over}
+        fields = {"origin": ORIGIN, "responses_from": 0, "prompt_tokens": 100}
+        decision = Assigned(**run, deadline_ms=NOW_MS + 600_000, **(fields | over))  # type: ignore[arg-type]
+        self.append(LEDGER, decision, after_ms)
+        return run
+
+    def start(self, run: dict[str, Any], after_ms: int = 0) -> None:
+        fields = {"origin": ORIGIN, "responses_from": 0, "deadline_ms": NOW_MS + 600_000}
+        self.append(LEDGER, Started(**run, run=1, **fields), after_ms)  # type: ignore[arg-type]
+
+    def workers(self, now_ms: int = NOW_MS) -> dict[str, WorkerRow]:
+        return {row.id: row for row in worker_rows(self.view, now_ms, TIMEOUT_S)}
+
+    def open(self, now_ms: int = NOW_MS) -> dict[str, RequestRow]:
+        return {row.id: row for row in open_requests_of(self.view, now_ms)}
+
+    def ended(self) -> dict[str, RequestRow]:
+        return {row.id: row for row in ended_requests_of(self.view)}
+
+
+@pytest.fixture
+def fleet() -> MadeFleet:
+    return MadeFleet()
+
+
+def test_worker_has_the_figures_of_its_last_heartbeat(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    stats = EngineStats(running=3, waiting=1, kv_used_blocks=25, kv_total_blocks=100)
+    runs = tuple(RunProgress(id=str(n), attempt=0, phase="aggregated") for n in range(6))
+    fleet.beat("w1", epoch, -900)
+    fleet.beat("w1", epoch, -400, running=runs, waiting=2, engine=stats)
+    row = fleet.workers()["w1"]
+    assert (row.state, row.model, row.epoch, row.heartbeat_age_s) == ("ready", "demo", epoch, 0.4)
+    assert (row.running, row.waiting, row.kv_use) == (3, 3, 0.25)
+    assert row.versions == {"vllm": "0.32"}
+
+
+def test_worker_without_engine_figures_has_its_own_counts(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    runs = tuple(RunProgress(id=str(n), attempt=0, phase="aggregated") for n in range(6))
+    fleet.beat("w1", epoch, running=runs, waiting=2)
+    row = fleet.workers()["w1"]
+    assert (row.running, row.waiting, row.kv_use) == (4, 2, None)
+
+
+def test_worker_is_silent_after_its_time_out_and_unknown_before_a_heartbeat(
+    fleet: MadeFleet,
+) -> None:
+    epoch = fleet.register("w1")
+    fleet.beat("w1", epoch, state="draining")
+    fleet.register("new", after_ms=-1000)
+    fleet.register("old", after_ms=-60_000)
+    fleet.register("other", after_ms=-60_000)
+    fleet.beat("other", epoch=0)  # of an earlier epoch
+    states = {name: row.state for name, row in fleet.workers(NOW_MS).items()}
+    assert states == {"w1": "draining", "new": "starting", "old": "silent", "other": "silent"}
+    later = fleet.workers(NOW_MS + 5001)
+    assert (later["w1"].state, later["w1"].heartbeat_age_s) == ("silent", 5.001)
+    assert later["old"].heartbeat_age_s is None
+
+
+def test_lost_worker_is_shown_after_its_card_is_removed(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.append(KV_EVENTS, Lost(worker="w1", epoch=epoch, silent_ms=5000), -2000)
+    assert fleet.workers()["w1"].state == "lost"
+    fleet.append(REGISTRY, Tombstone(key="worker/w1", epoch=epoch), -2000)
+    row = fleet.workers()["w1"]
+    assert (row.state, row.model, row.heartbeat_age_s) == ("lost", "demo", 7.0)
+    again = fleet.register("w1", after_ms=-1000)
+    fleet.beat("w1", again)
+    assert fleet.workers()["w1"].state == "ready"
+    fleet.append(REGISTRY, Tombstone(key="worker/w1", epoch=again))
+    assert fleet.workers() == {}, "it has stopped by itself"
+
+
+def test_loss_is_forgotten_after_the_window(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.append(KV_EVENTS, Lost(worker="w1", epoch=epoch))
+    fleet.append(REGISTRY, Tombstone(key="worker/w1", epoch=epoch))
+    fleet.append(CAPACITY, RouterCapacity(router="r1"), WINDOW_MS + 60_000)
+    assert fleet.workers() == {}
+
+
+def test_hit_rate_is_the_cached_part_of_prompts_that_the_worker_computed(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    for number, cached in enumerate((100, 50, 0)):
+        fleet.ask(f"r{number}")
+        run = fleet.assign(f"r{number}", epoch)
+        fleet.append(LEDGER, PrefillDone(**run, run=1, cached_tokens=cached))
+        fleet.append(LEDGER, Finished(**run, code="stop", cached_tokens=cached))
+    assert fleet.workers()["w1"].hit_rate == 0.5
+
+
+def test_hit_rate_leaves_out_fetched_blocks_retries_and_texts(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.ask("handed")
+    fleet.ask("retried")
+    decode = fleet.assign("handed", epoch, phase="decode")
+    fleet.append(LEDGER, PrefillDone(**decode, run=1, cached_tokens=100))
+    retry = fleet.assign("retried", epoch, attempt=1)
+    fleet.append(LEDGER, PrefillDone(**retry, run=1, cached_tokens=100))
+    fleet.ask("text", token_ids=b"", body=OpenAiBody(kind="chat", json=b"{}", prompt_tokens=9))
+    fleet.append(LEDGER, PrefillDone(**fleet.assign("text", epoch), run=1, cached_tokens=100))
+    assert fleet.workers()["w1"].hit_rate is None
+
+
+def test_errors_of_predictions_are_those_of_the_view_of_routers(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    candidate = Candidate(worker="w1", epoch=epoch)
+    for number in range(MIN_RUNS):
+        run = fleet.assign(
+            f"r{number}", epoch, ttft_ms_predicted=80.0, itl_ms_predicted=12.0, block_size=16,
+            listed=(candidate,),
+        )  # fmt: skip
+        assert fleet.workers()["w1"].ttft_error is None
+        fleet.append(LEDGER, Finished(**run, code="stop", ttft_ms=100.0, itl_ms=10.0))
+    row = fleet.workers()["w1"]
+    assert (row.ttft_error, row.itl_error) == (0.2, 0.2)
+
+
+def test_open_request_is_shown_in_each_phase(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.ask("a", -4000)
+    row = fleet.open()["a"]
+    assert (row.phase, row.worker, row.age_s, row.wait_ms) == ("queued", "", 4.0, None)
+    assert (row.model, row.tenant, row.service_class) == ("demo", "acme", "interactive")
+    run = fleet.assign("a", epoch, -3000)
+    row = fleet.open()["a"]
+    assert (row.phase, row.worker, row.wait_ms) == ("assigned", "w1", 1000)
+    fleet.start(run, -2500)
+    assert fleet.open()["a"].phase == "prefill"
+    fleet.append(LEDGER, PrefillDone(**run, run=1), -2000)
+    fleet.beat(
+        "w1", epoch, running=(RunProgress(id="a", attempt=0, phase="aggregated", output_tokens=17),)
+    )
+    row = fleet.open()["a"]
+    assert (row.phase, row.ttft_ms, row.output_tokens) == ("decode", 2000, 17)
+    fleet.append(LEDGER, Finished(**run, code="stop", output_tokens=20), -1000)
+    assert fleet.open() == {}
+    row = fleet.ended()["a"]
+    assert (row.phase, row.code, row.output_tokens) == ("ended", "stop", 20)
+    assert (row.wait_ms, row.ttft_ms, row.total_ms, row.age_s) == (1000, 2000, 3000, 3.0)
+
+
+def test_times_of_a_prompt_count_from_its_own_append(fleet: MadeFleet) -> None:
+    fleet.ask("a", -1000, queued_ms=NOW_MS - 9000, service_class="batch")
+    row = fleet.open()["a"]
+    assert (row.age_s, row.service_class) == (9.0, "batch")
+
+
+def test_request_between_two_workers_is_queued_and_counts_a_retry(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.ask("a", -4000)
+    fleet.start(fleet.assign("a", epoch, -3000), -3000)
+    fleet.append(LEDGER, Fencing(id="a", attempt=1, reason="lost"), -1000)
+    row = fleet.open()["a"]
+    assert (row.phase, row.worker, row.retries, row.reason) == ("queued", "", 1, "lost")
+    fleet.assign("a", epoch, attempt=1, worker="w2", base_tokens=30)
+    row = fleet.open()["a"]
+    assert (row.phase, row.worker, row.output_tokens, row.retries) == ("assigned", "w2", 30, 1)
+
+
+def test_run_that_began_before_the_window_is_known_by_heartbeats(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    progress = RunProgress(id="early", attempt=2, phase="aggregated", output_tokens=400)
+    fleet.beat("w1", epoch, running=(progress,))
+    row = fleet.open()["early"]
+    assert (row.model, row.worker, row.phase, row.retries) == ("demo", "w1", "decode", 2)
+    assert (row.output_tokens, row.age_s, row.tenant) == (400, None, "")
+    fleet.append(LEDGER, Finished(
+        id="early", attempt=2, phase="aggregated", worker="w1", epoch=epoch, code="stop",
+    ))  # fmt: skip
+    fleet.append(LEDGER, Ended(id="early", code="stop"))
+    assert fleet.open() == {}
+    assert fleet.ended() == {}, "its times are not known"
+
+
+def test_request_of_two_reported_runs_has_one_row_that_of_its_decode(fleet: MadeFleet) -> None:
+    for worker, phase in (("w1", "prefill"), ("w2", "decode")):
+        run = RunProgress(id="early", attempt=0, phase=phase)  # type: ignore[arg-type]
+        fleet.beat(worker, fleet.register(worker), running=(run,))
+    assert fleet.open()["early"].worker == "w2"
+    assert len(open_requests_of(fleet.view, NOW_MS)) == 1
+
+
+def test_early_request_that_lost_its_run_is_queued_by_the_report_of_its_router(
+    fleet: MadeFleet,
+) -> None:
+    fleet.append(LEDGER, Fencing(id="early", attempt=1, reason="lost"))
+    assert fleet.open() == {}
+    waits = ReportedWaits(reasons=("full",), requests=(("early", NOW_MS, 0),))
+    fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 0}, waits=waits))
+    assert fleet.open()["early"].phase == "queued"
+
+
+def test_request_that_ends_before_its_record_is_read_is_not_open(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.append(LEDGER, Finished(**fleet.assign("a", epoch), code="length"))
+    fleet.ask("a", -1000)
+    assert fleet.open() == {}
+    assert fleet.ended()["a"].code == "length"
+
+
+def test_failed_request_has_its_reason(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.ask("engine", -1000)
+    run = fleet.assign("engine", epoch)
+    fleet.append(LEDGER, Finished(**run, code="error", reason="out of memory", message="secret"))
+    fleet.append(REQUESTS, Refused(id="wrong", code="invalid", message="field `n`"), -500)
+    assert fleet.open()["wrong"].phase == "queued"
+    fleet.append(LEDGER, Ended(id="wrong", code="invalid"))
+    ended = fleet.ended()
+    assert (ended["engine"].code, ended["engine"].reason) == ("error", "out of memory")
+    assert (ended["wrong"].code, ended["wrong"].reason) == ("invalid", "field `n`")
+    assert fleet.open() == {}
+
+
+def test_copy_of_an_old_request_does_not_wait_for_ever(fleet: MadeFleet) -> None:
+    fleet.ask("a", deadline_s=100.0)
+    assert "a" in fleet.open(NOW_MS + 100_000)
+    assert fleet.open(NOW_MS + 200_000) == {}
+
+
+def test_model_counts_workers_and_open_requests(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.beat("w1", epoch)
+    fleet.register("w2")
+    fleet.append(REGISTRY, ModelCard(name="demo", context_length=4096, checksum="c"))
+    fleet.append(REGISTRY, ModelCard(name="idle"))
+    fleet.ask("a")
+    fleet.ask("b")
+    fleet.ask("c", model="unknown")
+    fleet.assign("b", epoch)
+    rows = {row.name: row for row in model_rows(fleet.view, NOW_MS, TIMEOUT_S)}
+    assert list(rows) == ["demo", "idle", "unknown"]
+    demo = rows["demo"]
+    assert (demo.workers, demo.ready, demo.open, demo.queued) == (2, 1, 2, 1)
+    assert (demo.context_length, demo.checksum, demo.versions) == (4096, "c", ["vllm 0.32"])
+    assert (rows["unknown"].workers, rows["unknown"].open) == (0, 1)
+
+
+def test_lane_has_its_router_its_queue_and_its_unread_records(fleet: MadeFleet) -> None:
+    for number in range(3):
+        fleet.ask(f"r{number}", -1000 * number)
+    fleet.ask("batch", -9000, service_class="batch")
+    (lane,) = lane_rows(fleet.view, NOW_MS)
+    assert (lane.router, lane.unread) == ("", None)
+    fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 3}))
+    (lane,) = lane_rows(fleet.view, NOW_MS)
+    assert (lane.router, lane.unread, lane.queued, lane.queued_batch) == ("r1", 1, 3, 1)
+    assert lane.oldest_s == 9.0
+
+
+def test_reasons_count_the_requests_that_still_wait(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.ask("waits")
+    fleet.ask("placed")
+    waits = ReportedWaits(
+        reasons=("all workers are full", "no taint"),
+        requests=tuple((name, NOW_MS, number) for name, number in (
+            ("waits", 0), ("placed", 0), ("early", 1),
+        )),
+        left_out=7,
+    )  # fmt: skip
+    fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 2}, waits=waits))
+    fleet.assign("placed", epoch)
+    assert [(row.reason, row.requests) for row in wait_rows(fleet.view, NOW_MS)] == [
+        ("all workers are full", 1), ("no taint", 1), ("not listed", 7),
+    ]  # fmt: skip
+    assert fleet.open()["early"].phase == "queued"
+
+
+def test_memory_holds_the_requests_of_the_window_only(
+    fleet: MadeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_view, "MAX_ENDED", 10)
+    epoch = fleet.register("w1")
+    fleet.ask("open")
+    fleet.assign("open", epoch)
+    for number in range(50):
+        fleet.ask(f"r{number}", number)
+        fleet.append(LEDGER, Finished(**fleet.assign(f"r{number}", epoch), code="stop"), number)
+    assert list(fleet.view.requests) == ["open", *(f"r{n}" for n in range(40, 50))]
+    fleet.append(CAPACITY, RouterCapacity(router="r1"), WINDOW_MS + 100)
+    assert list(fleet.view.requests) == ["open"]
+    fleet.append(CAPACITY, RouterCapacity(router="r1"), 2 * 3_600_000)
+    assert fleet.view.requests == {}
