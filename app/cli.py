@@ -25,6 +25,7 @@ from kvlane.app.commands import (
     worker_commands,
 )
 from kvlane.app.commands.console import escape_lines
+from kvlane.app.commands.fleet import fleet_commands
 from kvlane.app.commands.simulation import simulate_command, size_command
 
 
@@ -80,6 +81,11 @@ app.command()(local_commands.run)
 app.command()(request_commands.publish)
 app.command()(request_commands.follow)
 app.command()(request_commands.cancel)
+app.command()(fleet_commands.status)
+app.command()(fleet_commands.top)
+app.command()(fleet_commands.models)
+app.command()(fleet_commands.requests)
+app.command()(fleet_commands.queue)
 app.command()(audit_commands.explain)
 app.command()(audit_commands.replay)
 app.command(context_settings={"ignore_unknown_options": True})(audit_commands.verify_decisions)

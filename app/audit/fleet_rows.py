@@ -36,7 +36,8 @@ _OVERDUE_MS = 60_000
 
 class WorkerRow(msgspec.Struct, frozen=True):
     """A worker. `state`: `ready`, `draining`, `unhealthy` by its heartbeat; `starting`: none yet;
-    `silent`: none for KVLANE_WORKER_TIMEOUT_S; `lost`: a router has ended its epoch. `running`,
+    `silent`: none for KVLANE_WORKER_TIMEOUT_S; `lost`: a router has ended its epoch. `order`: of an
+    operator, that it gets no new requests, or is to move its runs to others. `running`,
     `waiting`: runs in its engine, and before. `kv_use`: used part of its cache, 0 to 1. `hit_rate`:
     cached part of the tokens of prompts. `ttft_error`, `itl_error`: median of |predicted -
     measured| / measured, of at least 20 runs."""
@@ -45,6 +46,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     model: str
     role: str
     state: ShownState
+    order: Literal["", "cordoned", "evacuating"]
     reason: str
     epoch: int
     since_ms: int | None
@@ -131,8 +133,8 @@ def worker_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[WorkerRo
             silent_s = round((now_ms - lost.at_ms + lost.silent_ms) / 1000, 1)
             rows.append(
                 WorkerRow(
-                    worker, model, role, "lost", "", lost.epoch, None, silent_s, None, None, None,
-                    None, None, None, {} if card is None else dict(card.versions),
+                    worker, model, role, "lost", "", "", lost.epoch, None, silent_s, None, None,
+                    None, None, None, None, {} if card is None else dict(card.versions),
                 )
             )  # fmt: skip
     return sorted(rows, key=lambda row: row.id)
@@ -145,7 +147,7 @@ def _worker_row(
     last, beat = view.fleet.heartbeats.get(worker), view.heartbeats.get(worker)
     if last is None or beat is None or last.epoch != member.epoch:
         last = beat = None
-    errors = view.drift.summary_of([worker], now_ms)
+    errors, cordon = view.drift.summary_of([worker], now_ms), view.fleet.cordons.get(worker)
     state, age_s = _state(view, member, now_ms, timeout_s)
     running = waiting = kv_use = None
     if beat is not None:
@@ -155,8 +157,10 @@ def _worker_row(
             if beat.engine.kv_total_blocks:
                 kv_use = round(beat.engine.kv_used_blocks / beat.engine.kv_total_blocks, 4)
     return WorkerRow(
-        worker, card.model, card.role, state, "" if beat is None else beat.reason, member.epoch,
-        member.since_ms, age_s, running, waiting, kv_use, hits.get(worker),
+        worker, card.model, card.role, state,
+        "" if cordon is None else "evacuating" if cordon.evacuates else "cordoned",
+        "" if beat is None else beat.reason, member.epoch, member.since_ms, age_s, running,
+        waiting, kv_use, hits.get(worker),
         _median(errors.ttft_error), _median(errors.itl_error), dict(card.versions),
     )  # fmt: skip
 
@@ -197,7 +201,7 @@ def model_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[ModelRow]
     for row in worker_rows(view, now_ms, timeout_s):
         if row.state != "lost":
             workers[row.model] += 1
-            ready[row.model] += row.state == "ready"
+            ready[row.model] += row.state == "ready" and not row.order
             versions[row.model] |= {f"{name} {of}" for name, of in row.versions.items()}
     open_requests, queued = Counter[str](), Counter[str]()
     for request in open_requests_of(view, now_ms):

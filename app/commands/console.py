@@ -61,9 +61,14 @@ def reading_progress(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def write_json(file: Path | None, value: Any) -> None:
-    """Write a value to the file of option --json, where it is given."""
-    if file is not None:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    """Write a value to the file of option --json, where it is given; `-`: standard output."""
+    if file is None:
+        return
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    if str(file) == "-":
+        sys.stdout.write(text.decode())
+    else:
+        file.write_bytes(text)
 
 
 def format_value(value: Any) -> str:

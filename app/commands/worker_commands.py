@@ -1,4 +1,4 @@
-"""The commands `kvlane workers`: orders about a worker that runs, by a record on `registry`."""
+"""The commands `kvlane workers`: a table, and orders about a worker, by a record on `registry`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.console import Console
 
 from kvlane.app.commands import kafka_client
 from kvlane.app.commands.console import escape_control, progress_bar
+from kvlane.app.commands.fleet.fleet_commands import WINDOW, RowsOption, SinceOption, show_workers
 from kvlane.app.operator_error import OperatorError
-from kvlane.app.settings import settings_for_writing
 from kvlane.streams.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ SETTLE_S = 1.0
 some ten milliseconds."""
 POLL_S = 0.1
 
-app = typer.Typer(help="Close a worker to new requests, or empty it, while it runs.")
+app = typer.Typer(help="Show the workers; close one to new requests, or empty it, while it runs.")
 
 _CordonedWorker = Annotated[str, typer.Argument(metavar="ID", help="The worker's id.")]
 _DrainTimeout = Annotated[float, typer.Option(help="Seconds to wait at most.", min=0.1)]
@@ -35,7 +35,7 @@ _DrainTimeout = Annotated[float, typer.Option(help="Seconds to wait at most.", m
 class UnknownWorker(OperatorError):
     """No worker has registered under this id."""
 
-    correction = "`kvlane replay --view fleet` lists all workers."
+    correction = "`kvlane workers` lists them."
 
 
 class WorkerBusy(OperatorError):
@@ -43,13 +43,26 @@ class WorkerBusy(OperatorError):
 
 
 @app.callback(invoke_without_command=True)
-def show(context: typer.Context) -> None:
-    """Close a worker to new requests, or empty it, while it runs.
+def workers(
+    context: typer.Context, *, since: SinceOption = WINDOW, json: RowsOption = None
+) -> None:
+    """Show the workers: state, load, cache, and how right the predictions about them are.
 
-    An order holds for the worker's id, also after a restart, until `kvlane workers uncordon`.
+    A worker is `silent` without a heartbeat for KVLANE_WORKER_TIMEOUT_S, `lost` if a router has
+    ended its epoch since `--since`. `hits` is the cached part of prompts, errors are medians of
+    |predicted - measured| / measured, both since then. `-`: not known.
+
+    The subcommands close a worker to new requests, or empty it, while it runs. An order holds for
+    the worker's id, also after a restart, until `kvlane workers uncordon`.
+
+    Examples:
+
+    - `kvlane workers`
+
+    - `kvlane workers --json - | jq '.workers[] | select(.state != "ready") | .id'`
     """
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        show_workers(since, json)
 
 
 @app.command()
@@ -124,6 +137,8 @@ async def _empty(worker: str, timeout_s: float, *, evacuates: bool) -> None:
 @asynccontextmanager
 async def _connected() -> AsyncIterator[tuple[Log, Clock, Fleet]]:
     """The log of the deployment, and its fleet, which is followed meanwhile."""
+    from kvlane.app.settings import settings_for_writing
+
     clock = SystemClock()
     async with (
         kafka_client.connect_kafka(settings_for_writing(), "kvlane-workers") as log,

@@ -24,6 +24,7 @@ from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
     Assigned,
     Candidate,
+    Cordon,
     Ended,
     EngineConfig,
     EngineStats,
@@ -135,6 +136,18 @@ def test_worker_without_engine_figures_has_its_own_counts(fleet: MadeFleet) -> N
     fleet.beat("w1", epoch, running=runs, waiting=2)
     row = fleet.workers()["w1"]
     assert (row.running, row.waiting, row.kv_use) == (4, 2, None)
+
+
+def test_worker_with_an_order_is_not_ready_for_its_model(fleet: MadeFleet) -> None:
+    for worker, evacuates in (("w1", False), ("w2", True)):
+        fleet.beat(worker, fleet.register(worker))
+        fleet.append(REGISTRY, Cordon(worker=worker, evacuates=evacuates))
+    rows = fleet.workers()
+    assert (rows["w1"].order, rows["w2"].order) == ("cordoned", "evacuating")
+    (model,) = model_rows(fleet.view, NOW_MS, TIMEOUT_S)
+    assert (model.workers, model.ready) == (2, 0)
+    fleet.append(REGISTRY, Tombstone(key="cordon/w1"))
+    assert fleet.workers()["w1"].order == ""
 
 
 def test_worker_is_silent_after_its_time_out_and_unknown_before_a_heartbeat(

@@ -1,0 +1,257 @@
+"""The commands about a fleet: `kvlane workers`, `models`, `requests`, `queue`, `status`, `top`.
+
+From the log alone, without a router: the registry, and the records since `--since`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from kvlane.app.commands import console as screen
+from kvlane.app.commands import kafka_client
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kvlane.app.audit.fleet_reader import FleetReader
+    from kvlane.app.audit.fleet_rows import RequestRow
+    from kvlane.app.audit.fleet_status import TopicSampler
+
+T = TypeVar("T")
+
+SinceOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME", help="Read records from then on: -30s, -5m, at most -1h, or a time."
+    ),
+]
+RowsOption = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the rows as JSON to this file, or to standard output (-)."),
+]
+WINDOW = "-5m"
+TOP_REQUESTS = 10
+
+
+class _Fleet:
+    """A fleet that has been read, with the time-out of its workers."""
+
+    def __init__(self, reader: FleetReader, sampler: TopicSampler, timeout_s: float) -> None:
+        self.reader = reader
+        self.sampler = sampler
+        self.timeout_s = timeout_s
+
+    @property
+    def now_ms(self) -> int:
+        return self.reader.now_ms()
+
+    def rows(self, name: str, rows: Any) -> dict[str, Any]:
+        return {"now_ms": self.now_ms, "since_ms": self.reader.since_ms, name: rows}
+
+
+def show_workers(since: str, json: Path | None) -> None:
+    """`kvlane workers` without a subcommand."""
+    from kvlane.app.audit.fleet_rows import worker_rows
+    from kvlane.app.commands.fleet.fleet_tables import workers_table
+
+    async def read(fleet: _Fleet) -> dict[str, Any]:
+        rows = worker_rows(fleet.reader.view, fleet.now_ms, fleet.timeout_s)
+        return fleet.rows("workers", rows)
+
+    found = _read(since, read)
+    _show(json, found, lambda: workers_table(found["workers"]))
+
+
+def models(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
+    """Show the models: workers, open requests, tokenizer and version.
+
+    Examples:
+
+    - `kvlane models`
+
+    - `kvlane models --json - | jq '.models[] | {name, ready, open}'`
+    """
+    from kvlane.app.audit.fleet_rows import model_rows
+    from kvlane.app.commands.fleet.fleet_tables import models_table
+
+    async def read(fleet: _Fleet) -> dict[str, Any]:
+        rows = model_rows(fleet.reader.view, fleet.now_ms, fleet.timeout_s)
+        return fleet.rows("models", rows)
+
+    found = _read(since, read)
+    _show(json, found, lambda: models_table(found["models"]))
+
+
+def requests(
+    *,
+    slow: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The N slowest that have ended.")
+    ] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Those that have failed, with the reason.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="Only of this model.")] = "",
+    tenant: Annotated[str, typer.Option(help="Only of this tenant.")] = "",
+    since: SinceOption = WINDOW,
+    json: RowsOption = None,
+) -> None:
+    """Show the open requests, the oldest first; or those that have ended since a time.
+
+    `kvlane explain ID` has the rest of a row. Times count from the append of the request, or of
+    its prompt. Of a request that was appended before `--since` only its run is known. A request
+    that a gateway refused is in no topic.
+
+    Examples:
+
+    - `kvlane requests --model demo`
+
+    - `kvlane requests --slow 10 --since -15m`
+
+    - `kvlane requests --failed --json -`
+    """
+    from kvlane.app.audit.fleet_rows import COMPLETED, ended_requests_of, open_requests_of
+    from kvlane.app.commands.fleet.fleet_tables import ended_table, open_table
+
+    if slow and failed:
+        raise typer.BadParameter("give --slow or --failed, not both")
+
+    async def read(fleet: _Fleet) -> dict[str, Any]:
+        view = fleet.reader.view
+        rows: list[RequestRow] = (
+            ended_requests_of(view) if slow or failed else open_requests_of(view, fleet.now_ms)
+        )
+        rows = [
+            row
+            for row in rows
+            if row.model == (model or row.model) and row.tenant == (tenant or row.tenant)
+        ]
+        if failed:
+            rows = [row for row in rows if row.code not in COMPLETED]
+        if slow:
+            rows = sorted(rows, key=lambda row: -(row.total_ms or 0))[:slow]
+        return fleet.rows("requests", rows)
+
+    found = _read(since, read)
+    table = ended_table if slow or failed else open_table
+    _show(json, found, lambda: table(found["requests"]))
+
+
+def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
+    """Show the queues: requests by lane and class, prompts, batch prompts, open batch jobs.
+
+    `unread`: records of the lane that its router has not read; `lag` of `prompts` and `batch`:
+    those that no preprocessor has passed on; `late`: those that are older than a minute.
+    `kvlane explain --waiting` lists the requests.
+
+    Examples:
+
+    - `kvlane queue`
+
+    - `kvlane queue --json - | jq '[.lanes[].queued] | add'`
+    """
+    from kvlane.app.audit.fleet_reader import open_jobs
+    from kvlane.app.audit.fleet_rows import job_rows, lane_rows, wait_rows
+    from kvlane.app.commands.fleet.fleet_tables import queue_view
+
+    async def read(fleet: _Fleet) -> dict[str, Any]:
+        topics = await fleet.sampler.sample(fleet.reader)
+        view, now_ms = fleet.reader.view, fleet.now_ms
+        return {
+            **fleet.rows("lanes", lane_rows(view, now_ms)),
+            "waits": wait_rows(view, now_ms),
+            "backlog": [row for row in topics if row.lag is not None],
+            "jobs": job_rows(await open_jobs(fleet.reader.log, fleet.reader.clock)),
+        }
+
+    found = _read(since, read)
+    _show(
+        json,
+        found,
+        lambda: queue_view(found["lanes"], found["waits"], found["backlog"], found["jobs"]),
+    )
+
+
+def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
+    """Show alarms, workers, models, open requests and topics. Exit code 1 with an alarm.
+
+    Alarms: a worker that is silent, unhealthy, or was lost since `--since`; a model without a ready
+    worker; no router, or a lane without one; requests or prompts unread for a minute; dead letters
+    since `--since`. Exit code 2 is that of wrong options.
+
+    Examples:
+
+    - `kvlane status`
+
+    - `kvlane status --json - | jq '.alarms[]'`
+    """
+    from kvlane.app.audit.fleet_status import fleet_status
+    from kvlane.app.commands.fleet.fleet_tables import status_view
+
+    found = _read(since, lambda fleet: fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s))
+    _show(json, found, lambda: status_view(found))
+    if found.alarms:
+        raise typer.Exit(1)
+
+
+def top(*, since: SinceOption = "-1m") -> None:
+    """Watch the fleet: as `status`, with workers and the oldest requests, every second.
+
+    `q` or Ctrl-C ends it. Without a terminal it prints one frame.
+
+    Examples:
+
+    - `kvlane top`
+
+    - `kvlane top --since -10m | head -40`: one frame
+    """
+    from kvlane.app.audit.fleet_rows import open_requests_of, worker_rows
+    from kvlane.app.audit.fleet_status import fleet_status
+    from kvlane.app.commands.fleet.fleet_tables import open_table, status_view, workers_table
+    from kvlane.app.commands.fleet.live_screen import show_live
+
+    async def watch(fleet: _Fleet) -> None:
+        async def frame() -> RenderableType:
+            fleet.reader.check()
+            found = await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s)
+            view = fleet.reader.view
+            rows = worker_rows(view, found.now_ms, fleet.timeout_s)
+            oldest = open_requests_of(view, found.now_ms)[:TOP_REQUESTS]
+            return status_view(found, workers_table(rows), open_table(oldest))
+
+        await show_live(screen.make_console(), frame)
+
+    _read(since, watch)
+
+
+def _read(since: str, read: Callable[[_Fleet], Awaitable[T]]) -> T:
+    """The result of `read` for the fleet since a time."""
+    from kvlane.app.audit.fleet_reader import reading_fleet
+    from kvlane.app.audit.fleet_status import TopicSampler
+    from kvlane.app.settings import Settings
+    from kvlane.streams.clock import SystemClock
+
+    settings, clock = Settings(), SystemClock()
+
+    async def run() -> T:
+        async with kafka_client.connect_kafka(settings, "kvlane-fleet") as log:
+            sampler = TopicSampler(log, clock)
+            await sampler.begin()
+            with ExitStack() as bar:
+                progress = bar.enter_context(screen.reading_progress("reading"))
+                async with reading_fleet(log, clock, since, progress) as reader:
+                    bar.close()
+                    return await read(_Fleet(reader, sampler, settings.worker_timeout_s))
+
+    return asyncio.run(run())
+
+
+def _show(json: Path | None, found: Any, view: Callable[[], RenderableType]) -> None:
+    if json is None or str(json) != "-":
+        screen.make_console().print(view())
+    screen.write_json(json, found)
