@@ -20,11 +20,11 @@ from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.prompt import Prompt
 from tests.harness.kafka_processes import provisioned
 
-LANES, RUNS, TOKENS, STEP_S = 4, 50, 60, 0.1
+LANES, RUNS, TOKENS, STEP_S = 4, 50, 40, 0.1
 PROMPT = [97, 98, 99, 258]
 WAIT_S = 40.0
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 
 async def test_50_answers_leave_their_worker_whole_and_in_order(
