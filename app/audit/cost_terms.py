@@ -76,15 +76,16 @@ def reasons_for(decision: Assigned, session: str | None = None) -> DecisionReaso
         lost_by, lost_in = others[0].cost - chosen.cost, _lost_in(chosen, others[0])
     return DecisionReasons(
         policy=decision.policy, unit=policy.unit, chosen=chosen, others=others,
-        lost_by=lost_by, lost_in=lost_in, words=_words(decision, others, lost_by, lost_in),
+        lost_by=lost_by, lost_in=lost_in, words=_words(decision, chosen, others, lost_by, lost_in),
         difference="" if unknown else find_difference(decision, session or ""),
         choice=_choice_words(decision),
     )  # fmt: skip
 
 
 def _words(  # noqa: PLR0911 - one for each kind of reason
-    decision: Assigned, others: Sequence[ScoredCandidate], lost_by: float, lost_in: str
-) -> str:
+    decision: Assigned, chosen: ScoredCandidate, others: Sequence[ScoredCandidate],
+    lost_by: float, lost_in: str,
+) -> str:  # fmt: skip
     if not others:
         return "the only candidate"
     policy = RECORDED[decision.policy]
@@ -99,6 +100,8 @@ def _words(  # noqa: PLR0911 - one for each kind of reason
     if math.isinf(lost_by):  # of a batch request
         return "no other worker has capacity that interactive requests leave"
     if lost_by == 0:
+        if chosen.inputs.usual_tokens < others[0].inputs.usual_tokens:
+            return f"the same cost as {name}, whose load of the last seconds was more"
         return f"the same cost as {name}; the request's seed decided"
     if lost_in == MISSED_TARGET:
         return f"the least cost of those that meet its targets; {name} came next and would miss one"

@@ -22,6 +22,8 @@ from kvlane.indexer.xxh3 import M64
 Costs = Floats
 INELIGIBLE = math.inf
 """The cost of a candidate that the policy excludes."""
+NO_LOADS: Floats = np.empty(0)
+"""No usual loads to compare."""
 
 
 def rank_hashes(places: Sequence[WorkerRank]) -> Words:
@@ -65,7 +67,7 @@ def choose(costs: Costs, tags: Words, seed: int, noise: float = 0.0) -> int | No
     if noise > 0:
         shares = random_shares(seed, tags).tolist()
         costs = costs + np.array([noise * math.log(-math.log(share)) for share in shares])
-    chosen: int = cost_kernels.argmin(costs, as_u64(seed), tags)
+    chosen: int = cost_kernels.argmin(costs, NO_LOADS, as_u64(seed), tags)
     return chosen if chosen >= 0 else None
 
 

@@ -276,8 +276,9 @@ def _mixed(x: int) -> int:
 
 
 @kernel()
-def argmin(costs: Floats, start: int, tags: Words) -> int:
-    """The option with the least cost, of equal ones that with the least draw; -1 for none."""
+def argmin(costs: Floats, usual: Floats, start: int, tags: Words) -> int:
+    """The option with the least cost, of equal ones that with the least usual load, if that is not
+    empty, then that with the least draw; -1 for none."""
     at, best = -1, np.inf
     for i in range(len(costs)):
         if costs[i] < best:
@@ -286,8 +287,10 @@ def argmin(costs: Floats, start: int, tags: Words) -> int:
         return at
     start = _mixed(start)
     for i in range(at + 1, len(costs)):
-        if costs[i] == best and _mixed(start ^ tags[i]) < _mixed(start ^ tags[at]):
-            at = i
+        if costs[i] == best:
+            more = usual[i] - usual[at] if len(usual) else 0.0
+            if more < 0 or (more == 0 and _mixed(start ^ tags[i]) < _mixed(start ^ tags[at])):
+                at = i
     return at
 
 
@@ -467,7 +470,7 @@ def predict_costs(
             decode_ms, replication_ms, delay_ms, usual_ms,
         )  # fmt: skip
         costs[i] = cost_ms
-    return argmin(costs, start, tags), most, least_runs
+    return argmin(costs, spots[:, USUAL_TOKENS], start, tags), most, least_runs
 
 
 @kernel()
@@ -642,7 +645,7 @@ def warm_up() -> None:
     )  # fmt: skip
     dynamo_costs(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, costs)
     draw_random(np.uint64(0), tags, tags.copy())
-    argmin(costs, np.uint64(0), tags)
+    argmin(costs, costs, np.uint64(0), tags)
     numbers = np.zeros(2, np.int64)
     rows, joining = np.zeros((2, RECORD_COLUMNS), np.int64), np.zeros((2, 3), np.int64)
     record_candidates(costs, 0, spots, blocks, numbers, rows, joining)

@@ -117,9 +117,7 @@ def select_worker(
     features = policy.features(features, options, config)
     scores = policy.score(features, options, config)
     params = policy.params(features, config, scores) | _informing(override)
-    chosen = scores.best
-    if scores.results is None:
-        chosen = choose(scores.costs, options.hashes, seed, _noise(params))
+    chosen = _best(scores, options, seed, params)
     assert chosen is not None, "a policy considers some option"
     if session_rank is not None and session_rank in options.worker_ranks:
         own = options.worker_ranks.index(session_rank)
@@ -230,7 +228,7 @@ def recompute_choice(decision: Assigned, session: str = "") -> WorkerRank | None
     if recalled is None:
         return None
     places, costs = recalled.options.worker_ranks, recalled.scores.costs
-    chosen = choose(costs, recalled.options.hashes, decision.seed, _noise(decision.params))
+    chosen = _best(recalled.scores, recalled.options, decision.seed, decision.params)
     if chosen is None:
         return None
     use, slack = decision.session, decision.params.get("session_allowance")
@@ -352,5 +350,11 @@ def _informing(override: RouterConfigOverride | None) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _noise(params: Mapping[str, float]) -> float:
-    return params.get("temperature", 0.0) * params.get("span", 0.0)
+def _best(
+    scores: Scores, options: Candidates, seed: int, params: Mapping[str, float]
+) -> int | None:
+    """The policy's choice, before session affinity."""
+    if scores.results is not None:
+        return scores.best
+    noise = params.get("temperature", 0.0) * params.get("span", 0.0)
+    return choose(scores.costs, options.hashes, seed, noise)

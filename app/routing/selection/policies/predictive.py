@@ -41,7 +41,8 @@ left:
                  where much comes again, a second copy is soon worth its room
     balance      up to half of a step (its constant part and d), for as many runs as a tenth more
                  than at the place with the fewest: when a step ends is not known more exactly.
-                 Else equal requests in a row go where a step ends first
+                 Else equal requests in a row go where a step ends first. Of equal costs the place
+                 with the least U gets the request, so such requests go in turn
 
 A prompt shares a step if its tokens take less time there than the constant part of another step and
 the decode in that. A step with prompts ends with their first tokens, and the next one begins.

@@ -104,6 +104,10 @@ def test_tie_and_random_choice_are_named(routing: RoutingHarness) -> None:
     assert got(routing).words == "the only candidate"
     routing.worker("w2")
     assert "the request's seed decided" in got(routing).words
+    usual = FadingSums[WorkerRank](USUAL_LOAD_MS)
+    usual.add(WorkerRank("w1", 0), 500.0, NOW_MS)
+    lately = got(routing, known={"usual_load": usual}).words
+    assert lately == "the same cost as w1, whose load of the last seconds was more"
     routing.add_load("w1", 160)
     routing.add_load("w2", 80)
     warm = RoutingConfig("dynamo", DynamoWeights(temperature=50.0))

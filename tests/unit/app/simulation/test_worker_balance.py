@@ -48,13 +48,13 @@ def test_equal_short_requests_at_once_are_spread_evenly(
         assert all(0.9 * even <= count <= 1.1 * even for count in found.values()), found
 
 
-@pytest.mark.parametrize("apart_ms", [1, 2, 5, 20])
+@pytest.mark.parametrize("apart_ms", [1, 2, 5, 20, 1000])
 @pytest.mark.parametrize("tokens", [1, 80])
 def test_equal_short_requests_in_a_row_are_spread_evenly(tokens: int, apart_ms: float) -> None:
     for conditions in (DEFAULT_CONDITIONS, LATE, LATE._replace(routers=3)):
         found = shares(tokens, 4, conditions, apart_ms)
-        assert min(found.values()) >= 22, found
-        assert max(found.values()) <= 28, found
+        assert min(found.values()) >= 23, found
+        assert max(found.values()) <= 27, found
 
 
 def test_workers_without_curves_are_spread_evenly_too() -> None:

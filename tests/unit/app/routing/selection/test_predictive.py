@@ -4,6 +4,7 @@ terms."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -61,9 +62,14 @@ from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from kvlane.app.routing.state.change_log import TrackedDict
 from kvlane.app.routing.state.fleet import WorkerRank
-from kvlane.app.routing.state.performance import USUAL_LOAD_MS, EngineProfile, FadingSums
+from kvlane.app.routing.state.performance import (
+    USUAL_LOAD_MS,
+    EngineProfile,
+    FadingSums,
+    PerformanceModel,
+)
 from kvlane.streams.codecs import pack_tokens
-from kvlane.streams.records import Candidate, CandidateRows
+from kvlane.streams.records import Candidate, CandidateRows, LogRecord
 from kvlane.streams.request import Hints, Request, RoutingConstraints, StopConditions
 from tests.harness.routing_harness import (
     NOW_MS,
@@ -624,6 +630,21 @@ def test_later_requests_avoid_the_worker_whose_sessions_come_back(routing: Routi
         assert recalled.scores.costs.tolist() == [c.cost for c in record.candidates]
         loads = {each.worker: each.usual_tokens for each in decision.candidates}
         assert loads == {"w1": pytest.approx(4000 * math.exp(-0.1)), "w2": 0}
+
+
+def test_equal_requests_go_to_equal_workers_in_turn(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2", "w3", "w4")
+    paces, chosen = PerformanceModel(), Counter[str]()
+    for n in range(40):
+        at_ms = NOW_MS + 50 * n
+        known = {"usual_load": paces.usual_load}
+        decision = routing.chosen(PREDICTIVE, known=known, seed=n, now_ms=at_ms)
+        record = to_assigned(decision)
+        assert recompute_choice(record) == decision.worker_rank
+        paces.on_record(LogRecord(n, at_ms, record))
+        routing.got.changes.record(decision.worker_rank)
+        chosen[decision.worker_rank.worker] += 1
+    assert [*chosen.values()] == [10] * 4
 
 
 def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(
