@@ -355,7 +355,7 @@ def _usual_ms(
 ) -> float:
     """The time by which the usual load makes the decode of later requests longer. The choice of one
     worker or two compares the present alone."""
-    if part != WHOLE:
+    if part != WHOLE or followups <= 0 or spot[USUAL_TOKENS] <= 0:
         return 0.0
     own = prompt_tokens + output_tokens / 2
     longer_ms = _decode_ms(spot, spot[USUAL_TOKENS] + own) - _decode_ms(spot, own)
@@ -566,16 +566,17 @@ def record_candidates(
     numbers: Ints,
     rows: Ints,
     joining: Ints,
-) -> tuple[int, bool]:
+    usual: Floats,
+) -> tuple[int, bool, bool]:
     """The options with the least costs in that order, and the chosen one; how many they are, and
-    whether runs join a step at any of them.
+    whether runs join a step at any of them, and any has a usual load.
 
-    Their numbers go into `numbers`, the record of each into a row of `rows`, and with the inputs of
-    policy predictive into one of `joining`; see `TIMED_ROW` and `JOINING_ROW` in
-    streams/record_types/candidate_records.py. In `rows` the values at 0 and from 11 on are floats,
-    bit by bit.
+    Their numbers go into `numbers`, the record of each into a row of `rows`; with the inputs of
+    policy predictive one goes into a row of `joining`, and the usual load into `usual`. See
+    `TIMED_ROW` and `JOINING_ROW` in streams/record_types/candidate_records.py. In `rows` the values
+    at 0 and from 11 on are floats, bit by bit.
     """
-    size, most, is_joined = 0, len(numbers) - 1, False
+    size, most, is_joined, has_usual = 0, len(numbers) - 1, False, False
     for i in range(len(costs)):
         if costs[i] < np.inf and (size < most or costs[i] < costs[numbers[size - 1]]):
             at = size if size < most else size - 1
@@ -608,7 +609,9 @@ def record_candidates(
             is_joined |= spot[JOINING_RUNS] > 0
             joining[k, 0], joining[k, 1] = int(spot[JOINING_TOKENS]), int(spot[JOINING_RUNS])
             joining[k, 2] = int(spot[JOINING_MS])
-    return size, is_joined
+            usual[k] = spot[USUAL_TOKENS]
+            has_usual |= usual[k] > 0
+    return size, is_joined, has_usual
 
 
 @kernel()
@@ -648,7 +651,7 @@ def warm_up() -> None:
     argmin(costs, costs, np.uint64(0), tags)
     numbers = np.zeros(2, np.int64)
     rows, joining = np.zeros((2, RECORD_COLUMNS), np.int64), np.zeros((2, 3), np.int64)
-    record_candidates(costs, 0, spots, blocks, numbers, rows, joining)
+    record_candidates(costs, 0, spots, blocks, numbers, rows, joining, np.zeros(2))
     record_reservations(numbers, none, np.zeros(1), none.copy(), np.zeros((2, 2)))
     plan_uniform_batch(
         spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,

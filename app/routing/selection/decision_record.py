@@ -60,8 +60,9 @@ def record_decision(
     rows = np.empty((MAX_RECORDED_CANDIDATES + 1, columns), _NUMBER)
     recorded = np.empty(MAX_RECORDED_CANDIDATES + 1, np.int64)
     joining = np.empty((MAX_RECORDED_CANDIDATES + 1, JOINING_COLUMNS), _NUMBER)
-    size, is_joined = cost_kernels.record_candidates(
-        costs, chosen, options.features, options.blocks, recorded, rows, joining
+    usual = np.empty(MAX_RECORDED_CANDIDATES + 1)
+    size, is_joined, has_usual = cost_kernels.record_candidates(
+        costs, chosen, options.features, options.blocks, recorded, rows, joining, usual
     )
     recorded = recorded[:size]
     numbers: list[int] = recorded.tolist()
@@ -73,13 +74,11 @@ def record_decision(
     has_curves = any(map(options.curves.__getitem__, numbers))
     curves = tuple([options.curves[i] for i in numbers]) if has_curves else ()
     ahead, sums = _reservations(options, recorded, results)
-    item = options.features.item  # faster than an indexed column
-    usual = tuple([item(i, USUAL_TOKENS) for i in numbers])
     return CandidateRows(
         places=places, rows=content, curves=curves, taint_weights=taints, ahead_ms=ahead,
         planned_ms=sums, is_timed=True, shares_steps=True,
         joining_rows=joining[:size].tobytes() if is_joined else b"",
-        usual_tokens=usual if any(usual) else (),
+        usual_tokens=tuple(usual[:size].tolist()) if has_usual else (),
     )  # fmt: skip
 
 
