@@ -20,7 +20,7 @@ from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.prompt import Prompt
 from tests.harness.kafka_processes import provisioned
 
-LANES, RUNS, TOKENS, STEP_S = 4, 50, 40, 0.1
+LANES, RUNS, TOKENS, STEP_S = 4, 50, 120, 0.1
 PROMPT = [97, 98, 99, 258]
 WAIT_S = 40.0
 
