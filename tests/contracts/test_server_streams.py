@@ -295,6 +295,29 @@ async def test_body_that_goes_on_after_the_last_event_is_closed(
             await server.visits[0].is_left.wait()
 
 
+async def test_answer_before_the_end_of_its_request_ends_the_connection() -> None:
+    visits: list[asyncio.StreamWriter] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visits.append(writer)
+        await reader.readuntil(b"\r\n\r\n")  # and nothing of a body that fills all buffers
+        writer.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n")
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        client = ServerClient(f"http://127.0.0.1:{port}", SILENCE_S)
+        try:
+            for body in ({"a": "x" * (1 << 25)}, {"a": 1}):
+                with pytest.raises(ServerFailed):
+                    async with client.open_stream("/v1/completions", body, EVENT_BYTES):
+                        """Refused."""
+            assert len(visits) == 2
+        finally:
+            await client.close()
+            for writer in visits:
+                writer.transport.abort()
+
+
 async def test_answer_that_is_left_early_closes_its_connection() -> None:
     async with RawServer([CHUNKED + chunk(FIRST), waits], [ANSWER]) as server:
         async with server.stream() as stream:

@@ -141,7 +141,8 @@ class ServerConnection(asyncio.Protocol):
         if self._end_timer is not None:
             self._end_timer.cancel()
             self._end_timer = None
-        if self._is_reusable:
+        # A server may answer before it has read the request, of which the rest would come next.
+        if self._is_reusable and not self._transport.get_write_buffer_size():
             self._transport.resume_reading()
             self._pool.put(self)
         else:
@@ -243,8 +244,8 @@ class ConnectionPool:
     async def _connect(self) -> ServerConnection:
         loop, url = asyncio.get_running_loop(), self._url
         host, port = url.hostname or "", url.port or (80 if self._tls is None else 443)
-        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             sock = await start_connection(addresses, happy_eyeballs_delay=_HAPPY_EYEBALLS_S)
             _, connection = await loop.create_connection(
                 lambda: ServerConnection(self), sock=sock, ssl=self._tls,
