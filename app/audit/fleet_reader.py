@@ -115,7 +115,7 @@ async def _catch_up(
     clock: Clock,
     progress: Progress = lambda _done, _total: None,
 ) -> None:
-    least, most, until_s = math.inf, 0, clock.now() + NO_DATA_TIMEOUT_S
+    last, most, until_s = 0, 0, clock.now() + NO_DATA_TIMEOUT_S
     while not follower.caught_up:
         if following.done():
             following.result()
@@ -123,8 +123,8 @@ async def _catch_up(
         most = max(most, left)
         if most:
             progress(most - left, most)
-        if left < least:
-            least, until_s = left, clock.now() + NO_DATA_TIMEOUT_S
+        if left != last:  # it is 0 until the follower has found the end offsets
+            last, until_s = left, clock.now() + NO_DATA_TIMEOUT_S
         elif clock.now() > until_s:
             raise BrokerUnavailable(f"no records for {NO_DATA_TIMEOUT_S:g} s")
         await clock.sleep(_POLL_S)

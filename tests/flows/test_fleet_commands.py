@@ -17,6 +17,7 @@ from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import encode
 from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.ports import Entry
+from kvlane.streams.reading.range_reader import NO_DATA_TIMEOUT_S
 from kvlane.streams.records import EngineConfig, ModelCard, WorkerCard
 from kvlane.streams.request import Request
 from kvlane.streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of
@@ -158,6 +159,20 @@ async def test_error_of_the_reading_reaches_the_command(world: MemoryWorld) -> N
     with pytest.raises(Exception, match="registry:0:0"):
         async with reading_fleet(await world.connect("fleet"), world.clock, "-1m"):
             pass
+
+
+@scenario_test
+async def test_slow_read_may_take_longer_than_a_pause_between_records(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlane.streams.views.follower.RECORDS_PER_POLL", 1)
+    for number in range(4):
+        world.append(REGISTRY, 0, ModelCard(name=f"m{number}"), key=f"model/m{number}")
+    world.faults.slow["poll"] = NO_DATA_TIMEOUT_S / 2
+    began_s = world.clock.now()
+    async with reading_fleet(await world.connect("fleet"), world.clock, "-5m") as reader:
+        assert len(reader.view.fleet.models) == 4
+    assert world.clock.now() - began_s > NO_DATA_TIMEOUT_S
 
 
 # --- the command line -----------------------------------------------------------------------------
