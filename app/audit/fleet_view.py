@@ -3,13 +3,14 @@
 A view over `SOURCES`, read from the recent records on. It holds the views of routers (`Fleet`,
 `LaneState`, `DriftTracker`) and the facts of requests that these leave out: names, times, tokens.
 Events before the first record that is read are missing, but for open runs, which workers repeat in
-each heartbeat. Memory: the requests of the window, at most `MAX_ENDED` that have ended. Pure.
+each heartbeat. Memory: the requests of the window, at most `MAX_ENDED` that have ended; the
+outcomes that `LaneState` holds, some hundred bytes each, have no bound but the window. Pure.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import msgspec
 
@@ -98,7 +99,10 @@ class FleetView:
         self.requests: dict[str, RequestFacts] = {}
         self._window_ms = window_ms
         self._loads = RunLoads(ActiveLoad(), BatchRuns())
-        self._ended: deque[str] = deque()
+        self.left_out = 0
+        """Ended requests that were dropped before the end of the window."""
+        self._ended: list[tuple[int, str]] = []
+        """A heap by the time of the end: partitions are read one after the other."""
         self._positions: dict[Partition, int] = {}
         self._swept_ms = 0
 
@@ -146,6 +150,10 @@ class FleetView:
 
     def _on_request(self, lane: int, log_record: LogRecord) -> None:
         record, at_ms = log_record.record, log_record.timestamp_ms
+        if not isinstance(record, Request | Refused):
+            return
+        if self._has_dropped(lane, record.id, record.queued_ms or at_ms):
+            return
         if isinstance(record, Request):
             facts = self._facts(lane, record.id, at_ms)
             if facts.offset >= 0 and not record.is_renewed:
@@ -156,7 +164,7 @@ class FleetView:
             facts.model, facts.tenant = record.model, record.tenant
             facts.service_class = record.service_class
             facts.is_tokenized = record.body is None
-        elif isinstance(record, Refused):
+        else:
             facts = self._facts(lane, record.id, at_ms)
             facts.reason = record.message
             facts.began_ms = facts.began_ms or record.queued_ms or at_ms
@@ -167,8 +175,11 @@ class FleetView:
         if not isinstance(record, LedgerRecord):
             return
         lane = self.lanes.setdefault(number, LaneState(self._window_ms))
+        is_dropped = self._has_dropped(number, record.id, at_ms)
         lane.apply(log_record, self._loads)
         self.drift.on_record(log_record)
+        if is_dropped:
+            return
         facts = self._facts(number, record.id, at_ms)
         if facts.code:
             return
@@ -176,7 +187,14 @@ class FleetView:
         outcome = lane.finished.get(record.id)
         if outcome is not None:
             facts.code, facts.ended_ms = outcome.code, outcome.last_ms
-            self._ended.append(record.id)
+            heappush(self._ended, (facts.ended_ms, record.id))
+
+    def _has_dropped(self, number: int, request_id: str, began_ms: int) -> bool:
+        """Whether a request has ended, and its facts were dropped."""
+        lane = self.lanes.get(number)
+        if request_id in self.requests or lane is None:
+            return False
+        return request_id in lane.finished or lane.has_forgotten(request_id, began_ms)
 
     def _facts(self, lane: int, request_id: str, at_ms: int) -> RequestFacts:
         facts = self.requests.get(request_id)
@@ -187,10 +205,10 @@ class FleetView:
 
     def _expire(self, now_ms: int) -> None:
         since_ms = now_ms - self._window_ms
-        while self._ended and (
-            len(self._ended) > MAX_ENDED or self.requests[self._ended[0]].ended_ms < since_ms
-        ):
-            del self.requests[self._ended.popleft()]
+        while self._ended and (self._ended[0][0] < since_ms or len(self._ended) > MAX_ENDED):
+            ended_ms, request_id = heappop(self._ended)
+            self.left_out += ended_ms >= since_ms
+            del self.requests[request_id]
         if now_ms - self._swept_ms < _SWEEP_MS:
             return
         self._swept_ms = now_ms

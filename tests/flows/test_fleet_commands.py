@@ -18,9 +18,9 @@ from kvlane.streams.codecs import encode
 from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.ports import Entry
 from kvlane.streams.reading.range_reader import NO_DATA_TIMEOUT_S
-from kvlane.streams.records import EngineConfig, ModelCard, WorkerCard
+from kvlane.streams.records import Ended, EngineConfig, ModelCard, WorkerCard
 from kvlane.streams.request import Request
-from kvlane.streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of
+from kvlane.streams.topics import DEAD_LETTERS, LEDGER, PROMPTS, REGISTRY, REQUESTS, lane_of
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_commands import connect_commands
 from tests.harness.memory_world import MemoryWorld, scenario_test
@@ -210,6 +210,17 @@ def test_rows_are_shown_with_the_texts_of_topics_escaped(memory: MemoryBroker) -
     assert "job-1" not in kvlane("requests", "--failed").stdout
     assert "job-1" not in kvlane("requests", "--slow", "3").stdout
     assert "lane" in kvlane("queue").stdout
+
+
+def test_last_line_has_the_number_of_ended_requests_that_were_not_kept(
+    memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlane.app.audit.fleet_view.MAX_ENDED", 1)
+    for name in ("a", "b", "c"):
+        memory.append(LEDGER, 0, [encode(Ended(id=name, code="invalid"), name)])
+    shown = kvlane("requests", "--failed").stdout
+    assert shown.splitlines()[-1].startswith("2 that ended earlier were not kept")
+    assert json.loads(kvlane("requests", "--json", "-").stdout)["left_out"] == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -116,7 +116,7 @@ def requests(
     - `kvlane requests --failed --json -`
     """
     from kvlane.app.audit.fleet_rows import COMPLETED, ended_requests_of, open_requests_of
-    from kvlane.app.commands.fleet.fleet_tables import ended_table, open_table
+    from kvlane.app.commands.fleet.fleet_tables import ended_view, open_table
 
     if slow and failed:
         raise typer.BadParameter("give --slow or --failed, not both")
@@ -135,11 +135,19 @@ def requests(
             rows = [row for row in rows if row.code not in COMPLETED]
         if slow:
             rows = sorted(rows, key=lambda row: -(row.total_ms or 0))[:slow]
-        return fleet.rows("requests", rows)
+        return fleet.rows("requests", rows) | {"left_out": view.left_out}
 
     found = _read(since, read)
-    table = ended_table if slow or failed else open_table
-    _show(json, found, lambda: table(found["requests"]))
+    ended = slow or failed
+    _show(
+        json,
+        found,
+        lambda: (
+            ended_view(found["requests"], found["left_out"])
+            if ended
+            else open_table(found["requests"])
+        ),
+    )
 
 
 def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:

@@ -64,6 +64,14 @@ def open_table(rows: Iterable[RequestRow]) -> Table:
     return table
 
 
+def ended_view(rows: Iterable[RequestRow], left_out: int) -> RenderableType:
+    """`left_out`: number of ended requests of the window that were not kept."""
+    table = ended_table(rows)
+    if not left_out:
+        return table
+    return Group(table, f"{left_out} that ended earlier were not kept: give a shorter --since")
+
+
 def ended_table(rows: Iterable[RequestRow]) -> Table:
     table = plain_table(
         "id", "total", "wait", "TTFT", "end", "model", "tenant", "class", "worker", "tokens",

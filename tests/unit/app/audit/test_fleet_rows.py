@@ -392,3 +392,21 @@ def test_memory_holds_the_requests_of_the_window_only(
     assert list(fleet.view.requests) == ["open"]
     fleet.append(CAPACITY, RouterCapacity(router="r1"), 2 * 3_600_000)
     assert fleet.view.requests == {}
+
+
+def test_request_that_was_dropped_after_its_end_is_not_open(
+    fleet: MadeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger may be read before the requests: they are topics of their own."""
+    monkeypatch.setattr(fleet_view, "MAX_ENDED", 2)
+    epoch = fleet.register("w1")
+    runs = [fleet.assign(f"r{number}", epoch, -500) for number in range(5)]
+    for number, run in enumerate(runs):
+        fleet.append(LEDGER, Finished(**run, code="stop"), -number)
+    assert list(fleet.view.requests) == ["r0", "r1"], "the last ones by their end"
+    assert fleet.view.left_out == 3
+    fleet.append(LEDGER, Finished(**runs[4], code="stop"))
+    for number in range(5):
+        fleet.ask(f"r{number}", -1000)
+    assert fleet.open() == {}
+    assert list(fleet.ended()) == ["r0", "r1"]
