@@ -36,7 +36,7 @@ COMPLETE = frozenset({"stop", "length", "handed_off"})
 class PredictionError(msgspec.Struct, frozen=True, gc=False):
     """Absolute errors of one run: cached tokens in blocks; time to first token in ms, if one was
     predicted. `ttft_share`, `itl_share`: of the times to first token and between tokens, as shares
-    of the measured ones.
+    of the measured ones. `prompt_tokens`, `cached_tokens`: its prompt, and the part the engine had.
     """
 
     at_ms: int
@@ -44,6 +44,8 @@ class PredictionError(msgspec.Struct, frozen=True, gc=False):
     ttft_ms: float | None
     ttft_share: float | None
     itl_share: float | None
+    prompt_tokens: int
+    cached_tokens: int
 
 
 class ErrorShares(NamedTuple):
@@ -72,6 +74,7 @@ class DriftSummary(NamedTuple):
 class _Expected(msgspec.Struct, frozen=True, gc=False):
     worker: str
     epoch: int
+    prompt_tokens: int
     cached_tokens: int
     block_size: int
     ttft_ms: float
@@ -96,8 +99,9 @@ class DriftTracker:
 
     def _expect(self, decision: Assigned) -> None:
         self._expected[decision.run_key] = _Expected(
-            decision.worker, decision.epoch, decision.cached_tokens_predicted, decision.block_size,
-            decision.ttft_ms_predicted, decision.itl_ms_predicted
+            decision.worker, decision.epoch, decision.prompt_tokens,
+            decision.cached_tokens_predicted, decision.block_size, decision.ttft_ms_predicted,
+            decision.itl_ms_predicted,
         )  # fmt: skip
         while len(self._expected) > MAX_OPEN_DECISIONS:
             self._expected.popitem(last=False)
@@ -118,6 +122,8 @@ class DriftTracker:
                 ttft_ms,
                 error_share(expected.ttft_ms, end.ttft_ms),
                 error_share(expected.itl_ms, end.itl_ms),
+                expected.prompt_tokens,
+                end.cached_tokens,
             )
         )
 
@@ -131,19 +137,24 @@ class DriftTracker:
 
     def summary_of(self, workers: Iterable[str], now_ms: int) -> DriftSummary:
         """Summary over the runs of these workers in the window before a broker time."""
-        since_ms = now_ms - WINDOW_MS
-        found = [
-            each
-            for worker in workers
-            for each in self._differences.get(worker, ())
-            if each.at_ms > since_ms
-        ]
+        found = [each for worker in workers for each in self._recent(worker, now_ms)]
         ttft_ms = [each.ttft_ms for each in found if each.ttft_ms is not None]
         return DriftSummary(
             len(found), _percentile(95, [each.blocks for each in found]), _percentile(95, ttft_ms),
             error_shares([each.ttft_share for each in found]),
             error_shares([each.itl_share for each in found]),
         )  # fmt: skip
+
+    def hit_rate(self, worker: str, now_ms: int) -> float | None:
+        """Cached part of the prompt tokens of these runs, by its engine; None without a token."""
+        found = self._recent(worker, now_ms)
+        tokens = sum(each.prompt_tokens for each in found)
+        cached = sum(min(each.cached_tokens, each.prompt_tokens) for each in found)
+        return cached / tokens if tokens else None
+
+    def _recent(self, worker: str, now_ms: int) -> list[PredictionError]:
+        since_ms = now_ms - WINDOW_MS
+        return [each for each in self._differences.get(worker, ()) if each.at_ms > since_ms]
 
 
 class DriftAlarm:

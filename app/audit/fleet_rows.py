@@ -121,10 +121,7 @@ class WaitRow(msgspec.Struct, frozen=True):
 
 def worker_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[WorkerRow]:
     """All workers by id, those that were lost in the window included."""
-    hits = _hit_rates(view)
-    rows = [
-        _worker_row(view, member, now_ms, timeout_s, hits) for member in view.fleet.members.values()
-    ]
+    rows = [_worker_row(view, member, now_ms, timeout_s) for member in view.fleet.members.values()]
     for worker, lost in view.lost.items():
         card = view.cards.get(worker)
         has_returned = card is not None and (card.epoch or 0) > lost.epoch
@@ -140,9 +137,7 @@ def worker_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[WorkerRo
     return sorted(rows, key=lambda row: row.id)
 
 
-def _worker_row(
-    view: FleetView, member: FleetMember, now_ms: int, timeout_s: float, hits: dict[str, float]
-) -> WorkerRow:
+def _worker_row(view: FleetView, member: FleetMember, now_ms: int, timeout_s: float) -> WorkerRow:
     card, worker = member.card, member.card.id
     last, beat = view.fleet.heartbeats.get(worker), view.heartbeats.get(worker)
     if last is None or beat is None or last.epoch != member.epoch:
@@ -160,13 +155,17 @@ def _worker_row(
         worker, card.model, card.role, state,
         "" if cordon is None else "evacuating" if cordon.evacuates else "cordoned",
         "" if beat is None else beat.reason, member.epoch, member.since_ms, age_s, running,
-        waiting, kv_use, hits.get(worker),
+        waiting, kv_use, _rounded(view.drift.hit_rate(worker, now_ms)),
         _median(errors.ttft_error), _median(errors.itl_error), dict(card.versions),
     )  # fmt: skip
 
 
 def _median(of: ErrorShares | None) -> float | None:
     return None if of is None else round(of.median, 4)
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
 
 
 def _state(
@@ -183,16 +182,6 @@ def _state(
     if silent_s > timeout_s:
         return "silent", age_s
     return "starting" if last is None or not is_present else last.state, age_s
-
-
-def _hit_rates(view: FleetView) -> dict[str, float]:
-    prompts, cached = Counter[str](), Counter[str]()
-    for facts in view.requests.values():
-        is_exact = facts.offset >= 0 and facts.is_tokenized
-        if facts.cached_tokens is not None and facts.prompt_tokens and is_exact:
-            prompts[facts.cached_worker] += facts.prompt_tokens
-            cached[facts.cached_worker] += min(facts.cached_tokens, facts.prompt_tokens)
-    return {worker: round(cached[worker] / tokens, 4) for worker, tokens in prompts.items()}
 
 
 def model_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[ModelRow]:

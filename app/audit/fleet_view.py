@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from kvlane.app.audit.drift import COMPLETE, DriftTracker
+from kvlane.app.audit.drift import DriftTracker
 from kvlane.app.audit.waits import ReportFold
 from kvlane.app.routing.state.active_load import ActiveLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns
@@ -48,9 +48,7 @@ class RequestFacts(msgspec.Struct):
     """Facts of a request. Times by the broker, in ms; 0: not reached, or not read.
 
     `began_ms`: append of the request, or of its prompt. `offset`: of its record in `requests`; -1:
-    not read. `cached_tokens`: of `prompt_tokens`, by the engine that computed them
-    (`cached_worker`); None: not reported, or the prompt is not tokenized. `base_tokens`: output of
-    earlier attempts.
+    not read. `base_tokens`: output of earlier attempts.
     """
 
     lane: int
@@ -60,14 +58,10 @@ class RequestFacts(msgspec.Struct):
     model: str = ""
     tenant: str = ""
     service_class: ServiceClass = "interactive"
-    is_tokenized: bool = True
     worker: str = ""
     attempt: int = 0
     decided_ms: int = 0
     first_token_ms: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int | None = None
-    cached_worker: str = ""
     base_tokens: int = 0
     output_tokens: int = 0
     code: str = ""
@@ -163,7 +157,6 @@ class FleetView:
             facts.deadline_ms = facts.began_ms + int(record.deadline_s * 1000)
             facts.model, facts.tenant = record.model, record.tenant
             facts.service_class = record.service_class
-            facts.is_tokenized = record.body is None
         else:
             facts = self._facts(lane, record.id, at_ms)
             facts.reason = record.message
@@ -229,25 +222,14 @@ def _note(facts: RequestFacts, record: LedgerRecord, at_ms: int) -> None:
         facts.base_tokens = facts.output_tokens = record.base_tokens
         facts.service_class = record.service_class
         facts.decided_ms = facts.decided_ms or at_ms
-        facts.prompt_tokens = facts.prompt_tokens or record.prompt_tokens
         facts.deadline_ms = record.deadline_ms
     elif isinstance(record, PrefillDone):
         if record.phase != "prefill":
             facts.first_token_ms = facts.first_token_ms or at_ms
-        _note_cached(facts, record)
     elif isinstance(record, Finished):
         facts.reason = record.reason or facts.reason
         if record.phase != "prefill":
             facts.output_tokens = facts.base_tokens + record.output_tokens
-        if record.code in COMPLETE:
-            _note_cached(facts, record)
     elif isinstance(record, Fencing):
         facts.attempt = record.attempt
         facts.reason = record.reason or facts.reason
-
-
-def _note_cached(facts: RequestFacts, record: PrefillDone | Finished) -> None:
-    """Engines count the blocks that a decode worker has fetched as cached, and those of output
-    that a later attempt continues."""
-    if facts.cached_tokens is None and record.phase != "decode" and not record.attempt:
-        facts.cached_tokens, facts.cached_worker = record.cached_tokens, record.worker

@@ -44,7 +44,7 @@ from kvlane.streams.records import (
     Tombstone,
     WorkerCard,
 )
-from kvlane.streams.request import OpenAiBody, Request
+from kvlane.streams.request import Request
 from kvlane.streams.topics import CAPACITY, KV_EVENTS, LEDGER, REGISTRY, REQUESTS
 
 NOW_MS = 1_790_000_000_000
@@ -188,27 +188,22 @@ def test_loss_is_forgotten_after_the_window(fleet: MadeFleet) -> None:
     assert fleet.workers() == {}
 
 
-def test_hit_rate_is_the_cached_part_of_prompts_that_the_worker_computed(fleet: MadeFleet) -> None:
+def test_hit_rate_is_the_cached_part_of_prompts_by_the_engine_at_the_end_of_runs(
+    fleet: MadeFleet,
+) -> None:
+    """Before the end the figure of an attached server is an estimate."""
     epoch = fleet.register("w1")
-    for number, cached in enumerate((100, 50, 0)):
+    over: dict[str, Any] = {"block_size": 16, "listed": (Candidate(worker="w1", epoch=epoch),)}
+    for number, cached in enumerate((150, 50, 0)):
         fleet.ask(f"r{number}")
-        run = fleet.assign(f"r{number}", epoch)
-        fleet.append(LEDGER, PrefillDone(**run, run=1, cached_tokens=cached))
+        run = fleet.assign(f"r{number}", epoch, **over)
+        fleet.append(LEDGER, PrefillDone(**run, run=1, cached_tokens=7))
+        assert number or fleet.workers()["w1"].hit_rate is None
         fleet.append(LEDGER, Finished(**run, code="stop", cached_tokens=cached))
+    for name, phase, code in (("fetched", "decode", "stop"), ("failed", "aggregated", "error")):
+        run = fleet.assign(name, epoch, phase=phase, **over)
+        fleet.append(LEDGER, Finished(**run, code=code, cached_tokens=100))
     assert fleet.workers()["w1"].hit_rate == 0.5
-
-
-def test_hit_rate_leaves_out_fetched_blocks_retries_and_texts(fleet: MadeFleet) -> None:
-    epoch = fleet.register("w1")
-    fleet.ask("handed")
-    fleet.ask("retried")
-    decode = fleet.assign("handed", epoch, phase="decode")
-    fleet.append(LEDGER, PrefillDone(**decode, run=1, cached_tokens=100))
-    retry = fleet.assign("retried", epoch, attempt=1)
-    fleet.append(LEDGER, PrefillDone(**retry, run=1, cached_tokens=100))
-    fleet.ask("text", token_ids=b"", body=OpenAiBody(kind="chat", json=b"{}", prompt_tokens=9))
-    fleet.append(LEDGER, PrefillDone(**fleet.assign("text", epoch), run=1, cached_tokens=100))
-    assert fleet.workers()["w1"].hit_rate is None
 
 
 def test_errors_of_predictions_are_those_of_the_view_of_routers(fleet: MadeFleet) -> None:
