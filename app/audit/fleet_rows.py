@@ -61,9 +61,10 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class ModelRow(msgspec.Struct, frozen=True):
-    """A model. `open`, `queued`: its open requests, and those of them without a worker.
-    `tokenizer`: SHA-256 of its file; `checksum`: of the card, the version of the model; "": none.
-    `versions`: of the engines of its workers."""
+    """A model. `ready`: workers that answer new requests, so none of role `prefill`. `open`,
+    `queued`: its open requests, and those of them without a worker. `tokenizer`: SHA-256 of its
+    file; `checksum`: of the card, the version of the model; "": none. `versions`: of the engines of
+    its workers."""
 
     name: str
     kind: str
@@ -84,25 +85,26 @@ class RequestRow(msgspec.Struct, frozen=True):
     `output_tokens`: so far, by the last heartbeat; `retries`: attempts after the first."""
 
     id: str
-    model: str
-    tenant: str
-    service_class: str
-    phase: ShownPhase
-    worker: str
-    code: str
-    reason: str
-    age_s: float | None
-    wait_ms: int | None
-    ttft_ms: int | None
-    total_ms: int | None
-    output_tokens: int
-    retries: int
+    model: str = ""
+    tenant: str = ""
+    service_class: str = ""
+    phase: ShownPhase = "ended"
+    worker: str = ""
+    code: str = ""
+    reason: str = ""
+    age_s: float | None = None
+    wait_ms: int | None = None
+    ttft_ms: int | None = None
+    total_ms: int | None = None
+    output_tokens: int = 0
+    retries: int = 0
 
 
 class LaneRow(msgspec.Struct, frozen=True):
     """The queue of a lane. `router`: its owner, "" without one. `unread`: records of `requests`
-    that it has not read. `queued`, `queued_batch`: requests without a worker, by class (those of
-    an unknown one count as `queued`); `oldest_s`: age of the oldest."""
+    that it has not read. `queued`, `queued_batch`, `queued_unknown`: requests without a worker, of
+    class interactive, batch, or of which only their wait was read; `oldest_s`: age of the oldest.
+    """
 
     lane: int
     router: str
@@ -110,6 +112,7 @@ class LaneRow(msgspec.Struct, frozen=True):
     queued: int
     queued_batch: int
     oldest_s: float | None
+    queued_unknown: int
 
 
 class WaitRow(msgspec.Struct, frozen=True):
@@ -190,7 +193,8 @@ def model_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[ModelRow]
     for row in worker_rows(view, now_ms, timeout_s):
         if row.state != "lost":
             workers[row.model] += 1
-            ready[row.model] += row.state == "ready" and not row.order
+            can_answer = row.state == "ready" and not row.order and row.role != "prefill"
+            ready[row.model] += can_answer
             versions[row.model] |= {f"{name} {of}" for name, of in row.versions.items()}
     open_requests, queued = Counter[str](), Counter[str]()
     for request in open_requests_of(view, now_ms):
@@ -223,7 +227,7 @@ def open_requests_of(view: FleetView, now_ms: int) -> list[RequestRow]:
         state = None if lane is None else lane.requests.get(request_id)
         if (state is not None and state.is_known) or _waits(facts, now_ms):
             rows[request_id] = _open_row(view, request_id, facts, state, runs, now_ms)
-    early = {wait.request_id: _early_row(view, wait) for wait in view.reports.reports().waits}
+    early = {wait.request_id: _waiting_row(wait, now_ms) for wait in view.reports.reports().waits}
     for key in sorted(runs, key=lambda key: (key.attempt, _RUN_ORDER[key.phase])):
         early[key.id] = _early_row(view, key, *runs[key])
     for request_id, row in early.items():
@@ -276,17 +280,17 @@ def _present_run(state: RequestState) -> tuple[RunId, RunStatus] | None:
     return max(found, key=lambda each: (each[0].attempt, _RUN_ORDER[each[0].phase]), default=None)
 
 
-def _early_row(
-    view: FleetView, of: RunKey | ReportedWait, worker: str = "", tokens: int = 0
-) -> RequestRow:
-    """A request that was appended before the records that were read, by its run or its wait."""
-    phase: ShownPhase = "queued"
-    request_id, attempt = (of.id, of.attempt) if isinstance(of, RunKey) else (of.request_id, 0)
-    if isinstance(of, RunKey):
-        phase = "decode" if tokens else "prefill"
+def _waiting_row(wait: ReportedWait, now_ms: int) -> RequestRow:
+    """A request that was appended before the records that were read, by its wait in a router."""
+    age_s = max(0, now_ms - wait.since_ms) / 1000
+    return RequestRow(wait.request_id, phase="queued", age_s=age_s)
+
+
+def _early_row(view: FleetView, key: RunKey, worker: str, tokens: int) -> RequestRow:
+    """A request that was appended before the records that were read, by its run."""
     return RequestRow(
-        request_id, _model_of(view, worker), "", "", phase, worker, "", "", None, None, None, None,
-        tokens, attempt,
+        key.id, phase="decode" if tokens else "prefill", model=_model_of(view, worker),
+        worker=worker, output_tokens=tokens, retries=key.attempt,
     )  # fmt: skip
 
 
@@ -336,21 +340,25 @@ def _row(
 
 
 def lane_rows(view: FleetView, now_ms: int) -> list[LaneRow]:
-    positions, ends = view.reports.reports().positions, list(_lane_ends(view))
-    queued, batch = Counter[int](), Counter[int]()
+    positions, ends = view.reports.reports(now_ms).positions, list(_lane_ends(view))
+    queued: dict[int, Counter[str]] = defaultdict(Counter)
     oldest: dict[int, float] = {}
     for row in open_requests_of(view, now_ms):
         if row.phase == "queued":
             lane = lane_of(row.id, len(ends))
-            (batch if row.service_class == "batch" else queued)[lane] += 1
+            queued[lane][row.service_class] += 1
             oldest[lane] = max(oldest.get(lane, 0.0), row.age_s or 0.0)
     rows = []
     for lane, end in enumerate(ends):
         router, position = positions.get(lane, ("", None))
         unread = None if position is None else max(0, end - position)
+        of = queued[lane]
         rows.append(
-            LaneRow(lane, router, unread, queued[lane], batch[lane], oldest.get(lane) or None)
-        )
+            LaneRow(
+                lane, router, unread, of["interactive"], of["batch"], oldest.get(lane) or None,
+                of[""],
+            )
+        )  # fmt: skip
     return rows
 
 

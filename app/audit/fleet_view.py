@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Literal
 
 import msgspec
 
@@ -57,7 +58,7 @@ class RequestFacts(msgspec.Struct):
     offset: int = -1
     model: str = ""
     tenant: str = ""
-    service_class: ServiceClass = "interactive"
+    service_class: ServiceClass | Literal[""] = ""
     worker: str = ""
     attempt: int = 0
     decided_ms: int = 0

@@ -88,14 +88,15 @@ class ReportFold:
     def _oldest_ms(self) -> int:
         return self._newest_ms - _READ_MS
 
-    def reports(self) -> RouterReports:
-        now_ms = self._newest_ms
+    def reports(self, now_ms: int = 0) -> RouterReports:
+        """Owners are routers that are not silent at `now_ms`, or when the last one reported."""
+        now_ms = max(now_ms, self._newest_ms)
         recent = {n: r for n, r in self._waits.items() if r[0] >= self._oldest_ms}
         return RouterReports(
-            now_ms,
-            {
+            self._newest_ms,
+            {  # a lane that has moved is that of the newer report
                 lane: (name, position)
-                for name, (at_ms, report) in self._states.items()
+                for name, (at_ms, report) in sorted(self._states.items(), key=lambda s: s[1][0])
                 if now_ms - at_ms < SILENCE_MS
                 for lane, position in report.positions.items()
             },

@@ -93,12 +93,12 @@ def queue_view(
     backlog: Sequence[TopicRow],
     jobs: Sequence[JobRow],
 ) -> Group:
-    numbers = "lane unread interactive batch oldest"
-    table = plain_table("lane", "router", "unread", "interactive", "batch", "oldest", right=numbers)
+    names = ("lane", "router", "unread", "interactive", "batch", "unknown", "oldest")
+    table = plain_table(*names, right="lane unread interactive batch unknown oldest")
     for row in lanes:
         table.add_row(
             str(row.lane), _text(row.router), _number(row.unread), str(row.queued),
-            str(row.queued_batch), _seconds(row.oldest_s),
+            str(row.queued_batch), str(row.queued_unknown), _seconds(row.oldest_s),
         )  # fmt: skip
     parts: list[RenderableType] = [table]
     if waits:

@@ -69,10 +69,12 @@ class MadeFleet:
         self.view.apply(Partition(topic, 0), [log_record], offset + 1)
         return offset
 
-    def register(self, worker: str, model: str = "demo", after_ms: int = -60_000) -> int:
+    def register(
+        self, worker: str, model: str = "demo", after_ms: int = -60_000, role: str = "aggregated"
+    ) -> int:
         card: dict[str, Any] = {
-            "id": worker, "slot": 0, "model": model, "config": EngineConfig(model=model),
-            "versions": {"vllm": "0.32"},
+            "id": worker, "slot": 0, "model": model, "role": role,
+            "config": EngineConfig(model=model), "versions": {"vllm": "0.32"},
         }  # fmt: skip
         epoch = self.append(REGISTRY, WorkerCard(**card), after_ms)
         self.append(REGISTRY, WorkerCard(**card, epoch=epoch), after_ms)
@@ -351,6 +353,37 @@ def test_lane_has_its_router_its_queue_and_its_unread_records(fleet: MadeFleet) 
     (lane,) = lane_rows(fleet.view, NOW_MS)
     assert (lane.router, lane.unread, lane.queued, lane.queued_batch) == ("r1", 1, 3, 1)
     assert lane.oldest_s == 9.0
+
+
+def test_lane_of_a_silent_router_has_no_owner(fleet: MadeFleet) -> None:
+    fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 3}))
+    assert lane_rows(fleet.view, NOW_MS + 4000)[0].router == "r1"
+    (lane,) = lane_rows(fleet.view, NOW_MS + 6000)
+    assert (lane.router, lane.unread) == ("", None)
+
+
+def test_lane_that_has_moved_is_that_of_the_newer_report(fleet: MadeFleet) -> None:
+    fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 3}))
+    fleet.append(CAPACITY, RouterCapacity(router="r2", positions={0: 3}), 100)
+    fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 4}), 200)
+    assert lane_rows(fleet.view, NOW_MS + 300)[0].router == "r1"
+
+
+def test_wait_from_before_the_window_has_its_age_and_an_unknown_class(fleet: MadeFleet) -> None:
+    waits = ReportedWaits(reasons=("full",), requests=(("early", NOW_MS - 900_000, 0),))
+    fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 0}, waits=waits))
+    (lane,) = lane_rows(fleet.view, NOW_MS)
+    assert (lane.queued, lane.queued_batch, lane.queued_unknown) == (0, 0, 1)
+    assert lane.oldest_s == 900.0
+
+
+def test_prefill_workers_alone_do_not_make_a_model_ready(fleet: MadeFleet) -> None:
+    fleet.beat("p1", fleet.register("p1", role="prefill"))
+    (model,) = model_rows(fleet.view, NOW_MS, TIMEOUT_S)
+    assert (model.workers, model.ready) == (1, 0)
+    fleet.beat("d1", fleet.register("d1", role="decode"))
+    (model,) = model_rows(fleet.view, NOW_MS, TIMEOUT_S)
+    assert (model.workers, model.ready) == (2, 1)
 
 
 def test_reasons_count_the_requests_that_still_wait(fleet: MadeFleet) -> None:
