@@ -98,6 +98,7 @@ class RequestRow(msgspec.Struct, frozen=True):
     total_ms: int | None = None
     output_tokens: int = 0
     retries: int = 0
+    ended_ms: int | None = None
 
 
 class LaneRow(msgspec.Struct, frozen=True):
@@ -300,12 +301,8 @@ def _model_of(view: FleetView, worker: str) -> str:
 
 
 def ended_requests_of(view: FleetView) -> list[RequestRow]:
-    """The requests that were appended and ended in the window, the last ones first."""
-    found = sorted(
-        (facts.ended_ms, request_id)
-        for request_id, facts in view.requests.items()
-        if facts.code and facts.began_ms
-    )
+    """The requests that ended in the window, the last ones first."""
+    found = sorted((facts.ended_ms, name) for name, facts in view.requests.items() if facts.code)
     return [_ended_row(view, request_id) for _, request_id in reversed(found)]
 
 
@@ -336,6 +333,7 @@ def _row(
         request_id, model, facts.tenant, facts.service_class, phase, worker, facts.code,
         facts.reason, None if age_ms is None else age_ms / 1000, after(facts.decided_ms),
         after(facts.first_token_ms), after(facts.ended_ms), tokens, facts.attempt,
+        facts.ended_ms or None,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from kvlane.app.routing.state.active_load import ActiveLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.ledger import LaneState
-from kvlane.app.routing.state.request_state import LedgerRecord, RunLoads
+from kvlane.app.routing.state.request_state import LedgerRecord, RunLoads, last_code
 from kvlane.streams.ports import Partition
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.records import (
@@ -178,9 +178,13 @@ class FleetView:
         if facts.code:
             return
         _note(facts, record, at_ms)
-        outcome = lane.finished.get(record.id)
+        outcome, state = lane.finished.get(record.id), lane.requests.get(record.id)
         if outcome is not None:
-            facts.code, facts.ended_ms = outcome.code, outcome.last_ms
+            facts.code = outcome.code
+        elif state is not None and not state.is_known and state.is_finished:
+            facts.code = last_code(state)  # its decision came before the records that were read
+        if facts.code:
+            facts.ended_ms = at_ms
             heappush(self._ended, (facts.ended_ms, record.id))
 
     def _has_dropped(self, number: int, request_id: str, began_ms: int) -> bool:
@@ -227,7 +231,7 @@ def _note(facts: RequestFacts, record: LedgerRecord, at_ms: int) -> None:
     elif isinstance(record, PrefillDone):
         if record.phase != "prefill":
             facts.first_token_ms = facts.first_token_ms or at_ms
-    elif isinstance(record, Finished):
+    elif isinstance(record, Finished) and record.attempt >= facts.attempt:
         facts.reason = record.reason or facts.reason
         if record.phase != "prefill":
             facts.output_tokens = facts.base_tokens + record.output_tokens

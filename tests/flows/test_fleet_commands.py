@@ -218,6 +218,7 @@ def test_last_line_has_the_number_of_ended_requests_that_were_not_kept(
     monkeypatch.setattr("kvlane.app.audit.fleet_view.MAX_ENDED", 1)
     for name in ("a", "b", "c"):
         memory.append(LEDGER, 0, [encode(Ended(id=name, code="invalid"), name)])
+    assert "c" in kvlane("requests", "--slow", "1").stdout
     shown = kvlane("requests", "--failed").stdout
     assert shown.splitlines()[-1].startswith("2 that ended earlier were not kept")
     assert json.loads(kvlane("requests", "--json", "-").stdout)["left_out"] == 2

@@ -104,8 +104,8 @@ def requests(
     """Show the open requests, the oldest first; or those that have ended since a time.
 
     `kvlane explain ID` has the rest of a row. Times count from the append of the request, or of
-    its prompt. Of a request that was appended before `--since` only its run is known. A request
-    that a gateway refused is in no topic.
+    its prompt; those of a request that was appended before `--since` are unknown (`-`), and it
+    counts as begun then. A request that a gateway refused is in no topic.
 
     Examples:
 
@@ -134,7 +134,12 @@ def requests(
         if failed:
             rows = [row for row in rows if row.code not in COMPLETED]
         if slow:
-            rows = sorted(rows, key=lambda row: -(row.total_ms or 0))[:slow]
+            since_ms = fleet.reader.since_ms  # requests of an unknown time began before it
+
+            def least_ms(row: RequestRow) -> int:
+                return row.total_ms if row.total_ms is not None else (row.ended_ms or 0) - since_ms
+
+            rows = sorted(rows, key=least_ms, reverse=True)[:slow]
         return fleet.rows("requests", rows) | {"left_out": view.left_out}
 
     found = _read(since, read)

@@ -274,9 +274,12 @@ def test_run_that_began_before_the_window_is_known_by_heartbeats(fleet: MadeFlee
     fleet.append(LEDGER, Finished(
         id="early", attempt=2, phase="aggregated", worker="w1", epoch=epoch, code="stop",
     ))  # fmt: skip
-    fleet.append(LEDGER, Ended(id="early", code="stop"))
     assert fleet.open() == {}
-    assert fleet.ended() == {}, "its times are not known"
+    row = fleet.ended()["early"]
+    assert (row.code, row.ended_ms, row.service_class) == ("stop", NOW_MS, "")
+    assert (row.age_s, row.wait_ms, row.ttft_ms, row.total_ms) == (None, None, None, None)
+    fleet.append(LEDGER, Ended(id="failed", code="overloaded"))
+    assert fleet.ended()["failed"].code == "overloaded"
 
 
 def test_request_of_two_reported_runs_has_one_row_that_of_its_decode(fleet: MadeFleet) -> None:
@@ -317,6 +320,17 @@ def test_failed_request_has_its_reason(fleet: MadeFleet) -> None:
     assert (ended["engine"].code, ended["engine"].reason) == ("error", "out of memory")
     assert (ended["wrong"].code, ended["wrong"].reason) == ("invalid", "field `n`")
     assert fleet.open() == {}
+
+
+def test_late_end_of_an_older_attempt_is_no_reason_of_the_open_one(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    fleet.ask("a")
+    old = fleet.assign("a", epoch)
+    fleet.append(LEDGER, Fencing(id="a", attempt=1, reason="silent"))
+    fleet.assign("a", epoch, attempt=1)
+    fleet.append(LEDGER, Finished(**old, code="error", reason="out of memory", output_tokens=9))
+    row = fleet.open()["a"]
+    assert (row.reason, row.output_tokens) == ("silent", 0)
 
 
 def test_copy_of_an_old_request_does_not_wait_for_ever(fleet: MadeFleet) -> None:
