@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvlane.app import settings as app_settings
 from kvlane.app.commands import worker_commands
 from kvlane.app.engine.echo import EchoEngine, echo_answer
 from kvlane.app.preprocessor import Preprocessor
@@ -20,7 +21,7 @@ from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.prompt import Prompt
 from tests.harness.kafka_processes import provisioned
 
-LANES, RUNS, TOKENS, STEP_S = 4, 50, 120, 0.1
+LANES, RUNS, TOKENS, STEP_S = 4, 50, 80, 0.1
 PROMPT = [97, 98, 99, 258]
 WAIT_S = 40.0
 
@@ -35,7 +36,7 @@ async def test_50_answers_leave_their_worker_whole_and_in_order(
         **servers, lanes=LANES, router_id="r", status_port=None, max_num_seqs=64,
         hash_secret="tests",  # the broker may be remote
     )  # fmt: skip
-    monkeypatch.setattr(worker_commands, "settings_for_writing", lambda: settings)
+    monkeypatch.setattr(app_settings, "settings_for_writing", lambda: settings)
     running: list[tuple[KafkaLog, ProcessContext, Worker | Router | Preprocessor]] = []
     engines: dict[str, EchoEngine] = {}
     clock = SystemClock()
