@@ -234,9 +234,11 @@ class Failover:
             gives_tokens = member is not None and member.card.config.gives_tokens
             if not gives_tokens or continuation_blocker(request):
                 evacuation.stay(request_id, run)
-            elif not evacuation.can_leave(request, now_ms := s.broker_clock.now_ms()):
+            elif (state := self._open_request(request_id, run)) is None:
+                return
+            elif not evacuation.can_leave(request, state, now_ms := s.broker_clock.now_ms()):
                 evacuation.stay(request_id, run, now_ms + RETRY_MS)
-            elif (state := self._open_request(request_id, run)) is not None:
+            else:
                 await self.restart(request_id, Restart(state.attempt + 1, "evacuated"))
 
     async def verify(self, request_id: str, run: RunId) -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from kvlane.app.audit.timeline import explain_request
@@ -53,6 +54,13 @@ TOKENS = 40
 RUNS = tuple(f"q{number}" for number in range(50))
 LOG_S = 0.02
 """Time of each append and read, as with a broker on another machine."""
+
+
+class TextEngine(EchoEngine):
+    """An engine that advertises answers without token ids."""
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        return replace(await super().start(worker_id), gives_tokens=False)
 
 
 async def order(world: MemoryWorld, worker: str, kind: str) -> None:
@@ -179,6 +187,20 @@ async def test_answer_that_cannot_be_continued_ends_where_it_is(world: MemoryWor
     await order(world, "w1", "evacuate")
     await wait_exact(world, "a")
     assert (workers_of(world, "a"), reasons(world, "a")) == (["w1"], [])
+
+
+@scenario_test
+async def test_answer_leaves_for_the_worker_that_gives_token_ids(world: MemoryWorld) -> None:
+    processes = SimulatedProcesses(world)
+    await processes.router()
+    await begin_runs(world, processes, *RUNS[:3], tokens=150)
+    await processes.worker("w0", TextEngine(world.clock, STEP_S, model=MODEL))
+    await order(world, "w1", "evacuate")
+    await world.sleep(3.0)
+    assert [reasons(world, each) for each in RUNS[:3]] == [[], [], []]
+    await processes.worker("w2")
+    await wait_exact(world, *RUNS[:3], tokens=150)
+    assert {tuple(workers_of(world, each)) for each in RUNS[:3]} == {("w1", "w2")}
 
 
 @scenario_test

@@ -14,7 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvlane.app.routing.queueing.worker_capacity import WorkerCapacity
-from kvlane.app.routing.selection.eligibility import CandidatePools, NotEligible, filter_eligible
+from kvlane.app.routing.selection.eligibility import (
+    CandidatePools,
+    NotEligible,
+    can_continue,
+    filter_eligible,
+)
 from kvlane.app.routing.state.active_load import ActiveLoad
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.ledger import LedgerState
@@ -84,14 +89,18 @@ class Evacuation:
         room = sum(self._capacity.room(w, self._fleet.members[w].epoch) for w in workers)
         return runs <= room
 
-    def can_leave(self, request: Request, now_ms: int) -> bool:
-        """Whether another worker may take this request now, in the middle of its answer."""
+    def can_leave(self, request: Request, state: RequestState, now_ms: int) -> bool:
+        """Whether another worker can continue this request now, in the middle of its answer, and
+        has not failed it. Evacuations before, from workers that are back, are no failures."""
+        failed = state.failed_workers if state.failures else ()
         rows = filter_eligible(
             request, "aggregated", self._pools.pool(request.model, "aggregated"), self._fleet,
-            full=self._capacity.full_workers(now_ms),
+            excluded=state.failed_workers, full=self._capacity.full_workers(now_ms),
             loads=(self._ledger.active_load, self._unconfirmed), has_output=True,
         )  # fmt: skip
-        return not isinstance(rows, NotEligible)
+        return not isinstance(rows, NotEligible) and any(
+            can_continue(row.card, request) and row.worker_rank.worker not in failed for row in rows
+        )
 
     def stay(self, request_id: str, run_id: RunId, until_ms: float = math.inf) -> None:
         """Let a run go on: to its end, or until a time or a change of the fleet."""

@@ -42,6 +42,7 @@ class CandidatePool(NamedTuple):
     one version of the fleet and of its silent workers. `table`: the places in columns.
     `has_load_limits`: some cards limit the load. `kinds`: of requests that the workers take.
     `has_transfers`: some engines transfer KV caches; `has_curves`: all cards have curves.
+    `is_mixed`: some workers can continue answers that others cannot.
     `cordoned`: workers without places, by an operator's order."""
 
     rows: tuple[CandidateRow, ...]
@@ -56,6 +57,7 @@ class CandidatePool(NamedTuple):
     has_curves: bool = False
     has_prefill_role: bool = False
     has_decode_role: bool = False
+    is_mixed: bool = False
     cordoned: tuple[str, ...] = ()
 
 
@@ -147,6 +149,7 @@ class CandidatePools:
             has_curves=all(row.card.config.curve is not None for row in rows),
             has_prefill_role=any(row.card.role == "prefill" for row in rows),
             has_decode_role=any(row.card.role == "decode" for row in rows),
+            is_mixed=len({(r.card.config.gives_tokens, r.card.parser_version) for r in rows}) > 1,
             cordoned=cordoned,
         )
 
@@ -155,6 +158,14 @@ def can_take(card: WorkerCard, phase: Phase) -> bool:
     """Whether a worker may execute a phase: by its role, and by the transfers of its engine."""
     transfers = card.config.transfer_lease_s is not None
     return card.role in _ROLES[phase] and (phase == "aggregated" or transfers)
+
+
+def can_continue(card: WorkerCard, request: Request) -> bool:
+    """Whether a worker gives the rest of an answer as the first part: in tokens, and parsed by the
+    same rules."""
+    parsing = request.parsing
+    has_parser = parsing is None or card.parser_version == parsing.version
+    return card.config.gives_tokens and has_parser
 
 
 def domain_taint(taints: Sequence[str], domain: str) -> str | None:
@@ -199,12 +210,14 @@ def filter_eligible(
     `excluded`, on which it failed before, count as long as there is no other one; those in `full`,
     with their epochs, do not. `loads`: parts of the load of places, to be added up. `pin_phase`:
     the phase whose pinned worker counts, if another one. `has_output`: its answer has tokens, which
-    the worker continues. Without constraints: the rows of the pool as they are."""
+    the worker continues; workers that cannot count as long as there is no other one. Without
+    constraints: the rows of the pool as they are."""
     hints = request.hints
+    is_mixed = has_output and pool.is_mixed
     continues_guided = has_output and request.sampling.guided_decoding is not None
     if (
         hints is NO_HINTS
-        and not (excluded or full or pool.has_load_limits or continues_guided)
+        and not (excluded or full or pool.has_load_limits or continues_guided or is_mixed)
         and _takes(pool, request)
     ):
         return pool.rows or _none_ready(pool)
@@ -219,8 +232,7 @@ def filter_eligible(
         rows = [row for row in rows if rule.accepts(row)]
         if not rows:
             return _explain_empty(rule, request, phase, pin, fleet, own_rule)
-    if excluded:
-        rows = [row for row in rows if row.worker_rank.worker not in excluded] or rows
+    rows = _preferred(rows, request if is_mixed else None, excluded)
     if full:
         rows = [row for row in rows if row.worker_rank[:2] not in full]
     if pool.has_load_limits:
@@ -228,6 +240,17 @@ def filter_eligible(
     if hints.lora_name:
         rows = _with_adapter(hints.lora_name, rows, pool, loads)
     return rows or _all_busy(pin, full)
+
+
+def _preferred(
+    rows: Sequence[CandidateRow], continued: Request | None, excluded: Collection[str]
+) -> Sequence[CandidateRow]:
+    """The places that can continue an answer, and on which it has not failed, if there are such."""
+    if continued is not None:
+        rows = [row for row in rows if can_continue(row.card, continued)] or rows
+    if excluded:
+        rows = [row for row in rows if row.worker_rank.worker not in excluded] or rows
+    return rows
 
 
 def _none_ready(pool: CandidatePool) -> NotEligible:

@@ -13,12 +13,13 @@ from kvlane.app.routing.state.batch_runs import BatchRuns
 from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.request_state import RequestState, RunId, RunStatus
-from kvlane.streams.records import Cordon, Phase, Tombstone
-from kvlane.streams.request import Hints, Request
+from kvlane.streams.records import Cordon, Phase, RequestOffset, Tombstone
+from kvlane.streams.request import AnswerParsing, Hints, Request
 from tests.harness.routing_harness import TOKENS, RoutingHarness
 
 RUN = RunId(0, "aggregated", "w1", 0)
 NOW_MS = 2000
+ORIGIN = RequestOffset(topic="requests", partition=0, offset=0)
 
 
 class EvacuationHarness:
@@ -39,11 +40,12 @@ class EvacuationHarness:
         phase: Phase = over.pop("phase", "aggregated")
         run_id = RunId(0, phase, "w1", 0)
         run = RunStatus(over.pop("state", "started"), 0, WorkerRank("w1", 0), **over)
-        return self.evacuation.due(request_id, RequestState(runs={run_id: run}), now_ms)
+        state = RequestState(runs={run_id: run}, origin=ORIGIN)
+        return self.evacuation.due(request_id, state, now_ms)
 
-    def can_leave(self, **hints: Any) -> bool:
-        request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(**hints))
-        return self.evacuation.can_leave(request, NOW_MS)
+    def can_leave(self, state: RequestState | None = None, **over: Any) -> bool:
+        request = Request(id="a", model="m", token_ids=TOKENS, **over)
+        return self.evacuation.can_leave(request, state or RequestState(origin=ORIGIN), NOW_MS)
 
 
 @pytest.fixture
@@ -108,7 +110,34 @@ def test_only_requests_that_another_worker_may_take_can_leave(
     harness: EvacuationHarness, routing: RoutingHarness
 ) -> None:
     assert harness.can_leave()
-    assert not harness.can_leave(allowed_worker_ids=("w1",))
+    assert not harness.can_leave(hints=Hints(allowed_worker_ids=("w1",)))
     routing.registry(Cordon(worker="w2"))
     assert not harness.can_leave()
     assert harness.due() is None
+
+
+def test_no_request_leaves_for_a_worker_without_token_ids(
+    harness: EvacuationHarness, routing: RoutingHarness
+) -> None:
+    routing.worker("w2", engine={"gives_tokens": False})
+    assert not harness.can_leave()
+    routing.worker("w3")
+    assert harness.can_leave()
+
+
+def test_parsed_answer_leaves_only_for_a_worker_with_its_parser(
+    harness: EvacuationHarness, routing: RoutingHarness
+) -> None:
+    parsing = AnswerParsing(tools="hermes", version=1)
+    routing.worker("w2", parser_version=2)
+    assert not harness.can_leave(parsing=parsing)
+    assert harness.can_leave()
+    routing.worker("w3", parser_version=1)
+    assert harness.can_leave(parsing=parsing)
+
+
+def test_no_request_leaves_for_a_worker_that_has_failed_it(harness: EvacuationHarness) -> None:
+    failed = frozenset({"w2"})
+    assert not harness.can_leave(RequestState(failures=1, failed_workers=failed))
+    evacuated_before = RequestState(failed_workers=failed)
+    assert harness.can_leave(evacuated_before)

@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from kvlane.app.routing.selection.decision import Decision, Placement, Rejection, Wait
-from kvlane.app.routing.selection.eligibility import CandidatePool, filter_eligible, worker_number
+from kvlane.app.routing.selection.eligibility import (
+    CandidatePool,
+    NotEligible,
+    filter_eligible,
+    worker_number,
+)
 from kvlane.app.routing.selection.lora import rendezvous_order
 from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.streams.records import Cordon, EngineConfig, EngineStats, Lost, Tombstone, WorkerCard
-from kvlane.streams.request import Hints, OpenAiBody, Request, RoutingConstraints
+from kvlane.streams.request import AnswerParsing, Hints, OpenAiBody, Request, RoutingConstraints
 from tests.harness.routing_harness import TIMEOUT_MS, TOKENS, RoutingHarness
 
 
@@ -45,6 +50,24 @@ def test_cordoned_workers_get_no_requests(routing: RoutingHarness) -> None:
     assert routing.plan() == Wait(why, code="no_workers")
     routing.registry(Tombstone(key="cordon/w1"))
     assert routing.chosen().worker_rank.worker == "w1"
+
+
+def test_begun_answer_goes_to_a_worker_that_can_continue_it(routing: RoutingHarness) -> None:
+    parsed = Request(id="a", model="m", token_ids=TOKENS, parsing=AnswerParsing(version=1))
+    routing.worker("text", engine={"gives_tokens": False}, parser_version=1)
+    routing.worker("other parser", parser_version=2)
+    routing.worker("same", parser_version=1)
+
+    def workers(**over: Any) -> set[str]:
+        pool = routing.pools.pool("m", "aggregated")
+        rows = filter_eligible(parsed, "aggregated", pool, routing.fleet, **over)
+        assert not isinstance(rows, NotEligible)
+        return {row.worker_rank.worker for row in rows}
+
+    assert workers() == {"text", "other parser", "same"}
+    assert workers(has_output=True) == {"same"}
+    routing.event(Lost(worker="same", epoch=routing.epochs["same"]))
+    assert workers(has_output=True) == {"text", "other parser"}
 
 
 def test_worker_is_eligible_again_as_soon_as_its_heartbeats_resume(routing: RoutingHarness) -> None:
