@@ -61,7 +61,7 @@ class Evacuation:
 
     def due(self, request_id: str, state: RequestState, now_ms: int) -> RunId | None:
         """The run of a request that is to leave its worker; None if there is none, or no room."""
-        if not self._fleet.cordons:
+        if not self._fleet.cordons or state.origin is None:
             return None
         for run_id, run in state.runs.items():
             if self._leaves(run_id, run) and not self._stays(request_id, run_id, now_ms):

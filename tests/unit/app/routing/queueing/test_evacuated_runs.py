@@ -116,6 +116,11 @@ def test_only_requests_that_another_worker_may_take_can_leave(
     assert harness.due() is None
 
 
+def test_request_without_a_known_record_stays(harness: EvacuationHarness) -> None:
+    run = RunStatus("started", 0, WorkerRank("w1", 0))
+    assert harness.evacuation.due("a", RequestState(runs={RUN: run}), NOW_MS) is None
+
+
 def test_no_request_leaves_for_a_worker_without_token_ids(
     harness: EvacuationHarness, routing: RoutingHarness
 ) -> None:
