@@ -36,7 +36,8 @@ RowsOption = Annotated[
     typer.Option("--json", help="Write the rows as JSON to this file, or to standard output (-)."),
 ]
 WINDOW = "-5m"
-TOP_REQUESTS = 10
+TOP_ROWS = 10
+"""Workers, and requests, that `kvlane top` shows: the topics have to fit below."""
 
 
 class _Fleet:
@@ -215,7 +216,8 @@ def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
 def top(*, since: SinceOption = "-1m") -> None:
     """Watch the fleet: as `status`, with workers and the oldest requests, every second.
 
-    `q` or Ctrl-C ends it. Without a terminal it prints one frame.
+    Ten rows of each; workers that are not ready come first. `q` or Ctrl-C ends it. Without a
+    terminal it prints one frame.
 
     Examples:
 
@@ -234,8 +236,9 @@ def top(*, since: SinceOption = "-1m") -> None:
             found = await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s)
             view = fleet.reader.view
             rows = worker_rows(view, found.now_ms, fleet.timeout_s)
-            oldest = open_requests_of(view, found.now_ms)[:TOP_REQUESTS]
-            return status_view(found, workers_table(rows), open_table(oldest))
+            rows.sort(key=lambda row: row.state == "ready" and not row.order)
+            oldest = open_requests_of(view, found.now_ms)[:TOP_ROWS]
+            return status_view(found, workers_table(rows[:TOP_ROWS]), open_table(oldest))
 
         await show_live(screen.make_console(), frame)
 
