@@ -38,7 +38,8 @@ class FleetReader:
         self.log = log
         self.clock = clock
         self.since_ms = since_ms
-        self.view = FleetView(max(1, clock.wall_ms() - since_ms))
+        self.window_ms = max(1, clock.wall_ms() - since_ms)
+        self.view = FleetView(self.window_ms)
         self._broker_clock = BrokerClock(clock)
         self._live_s = -math.inf
         self.follower = Follower(

@@ -124,11 +124,11 @@ class TopicSampler:
 async def fleet_status(reader: FleetReader, sampler: TopicSampler, timeout_s: float) -> FleetStatus:
     """The status now; rates are those since the last sample. Raises as `TopicSampler.sample`."""
     topics = await sampler.sample(reader)
-    dead_letters = await sampler.dead_letters(reader.since_ms)
     view, now_ms = reader.view, reader.now_ms()
+    dead_letters = await sampler.dead_letters(now_ms - reader.window_ms)
     workers, models = worker_rows(view, now_ms, timeout_s), model_rows(view, now_ms, timeout_s)
     alarms = [*_worker_alarms(workers), *_model_alarms(models)]
-    alarms += _router_alarms(lane_rows(view, now_ms), now_ms - view.reports.reports().now_ms)
+    alarms += _router_alarms(lane_rows(view, now_ms))
     alarms += [
         Alarm("lag", row.name, f"{row.late} records have waited for more than a minute")
         for row in topics
@@ -167,8 +167,8 @@ def _model_alarms(models: list[ModelRow]) -> list[Alarm]:
     ]
 
 
-def _router_alarms(lanes: list[LaneRow], age_ms: int) -> list[Alarm]:
+def _router_alarms(lanes: list[LaneRow]) -> list[Alarm]:
     unowned = [row.lane for row in lanes if not row.router]
-    if age_ms > SILENCE_MS or len(unowned) == len(lanes):
+    if len(unowned) == len(lanes):
         return [Alarm("router", "all", f"no router has reported a lane for {SILENCE_MS // 1000} s")]
     return [Alarm("router", f"lane {lane}", "no router owns it") for lane in unowned]
