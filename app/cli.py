@@ -1,6 +1,7 @@
 """The command line `kvlane`, imported late, so that `--help` is quick.
 
-Errors that kvlane raises on purpose become one line and exit code 1; `--debug` shows the traceback.
+Errors that kvlane raises on purpose become one line and exit code 1, or 3 where 1 is a result;
+`--debug` shows the traceback.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from kvlane.app.commands.console import escape_lines
 from kvlane.app.commands.fleet import fleet_commands
 from kvlane.app.commands.simulation import simulate_command, size_command
 
+_ERROR_CODES = {"status": 3}
+"""Exit codes of errors, of commands whose exit code 1 is a result."""
+
 
 class _Commands(TyperGroup):
     """Prints expected errors as one line and sets the exit code."""
@@ -42,7 +46,7 @@ class _Commands(TyperGroup):
             stderr.print("[red]error:[/]", escape(escape_lines(str(error) or type(error).__name__)))
             if correction := getattr(error, "correction", ""):  # a TimeoutError has none
                 stderr.print(escape(correction), style="dim")
-            raise typer.Exit(1) from error
+            raise typer.Exit(_ERROR_CODES.get(ctx.invoked_subcommand, 1)) from error
 
 
 app = typer.Typer(

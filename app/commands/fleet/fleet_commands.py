@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvlane.app.audit.fleet_reader import FleetReader
     from kvlane.app.audit.fleet_rows import RequestRow
-    from kvlane.app.audit.fleet_status import TopicSampler
+    from kvlane.app.audit.fleet_status import FleetStatus, TopicSampler
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
             "jobs": job_rows(await open_jobs(fleet.reader.log, fleet.reader.clock)),
         }
 
-    found = _read(since, read)
+    found = _read(since, read, samples=True)
     _show(
         json,
         found,
@@ -192,11 +192,13 @@ def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
 
 
 def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
-    """Show alarms, workers, models, open requests and topics. Exit code 1 with an alarm.
+    """Show alarms, workers, models, open requests and topics.
+
+    Exit code 1 with an alarm; 3 if the status is unknown, as without a broker; 2 for wrong options.
 
     Alarms: a worker that is silent, unhealthy, or was lost since `--since`; a model without a ready
     worker; no router, or a lane without one; requests or prompts unread for a minute; dead letters
-    since `--since`. Exit code 2 is that of wrong options.
+    since `--since`.
 
     Examples:
 
@@ -207,7 +209,10 @@ def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
     from kvlane.app.audit.fleet_status import fleet_status
     from kvlane.app.commands.fleet.fleet_tables import status_view
 
-    found = _read(since, lambda fleet: fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s))
+    async def read(fleet: _Fleet) -> FleetStatus:
+        return await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s)
+
+    found = _read(since, read, samples=True)
     _show(json, found, lambda: status_view(found))
     if found.alarms:
         raise typer.Exit(1)
@@ -242,11 +247,12 @@ def top(*, since: SinceOption = "-1m") -> None:
 
         await show_live(screen.make_console(), frame)
 
-    _read(since, watch)
+    _read(since, watch, samples=True)
 
 
-def _read(since: str, read: Callable[[_Fleet], Awaitable[T]]) -> T:
-    """The result of `read` for the fleet since a time."""
+def _read(since: str, read: Callable[[_Fleet], Awaitable[T]], *, samples: bool = False) -> T:
+    """The result of `read` for the fleet since a time. `samples`: it uses the sampler, which needs
+    the right to describe all topics."""
     from kvlane.app.audit.fleet_reader import reading_fleet
     from kvlane.app.audit.fleet_status import TopicSampler
     from kvlane.app.settings import Settings
@@ -257,7 +263,8 @@ def _read(since: str, read: Callable[[_Fleet], Awaitable[T]]) -> T:
     async def run() -> T:
         async with kafka_client.connect_kafka(settings, "kvlane-fleet") as log:
             sampler = TopicSampler(log, clock)
-            await sampler.begin()
+            if samples:
+                await sampler.begin()
             with ExitStack() as bar:
                 progress = bar.enter_context(screen.reading_progress("reading"))
                 async with reading_fleet(log, clock, since, progress) as reader:
