@@ -21,7 +21,7 @@ Frame = Callable[[], Awaitable[RenderableType]]
 
 async def show_live(console: Console, frame: Frame) -> None:
     """Draw frames until the end; without a terminal a single one. Raises the errors of `frame`."""
-    if not sys.stdout.isatty():  # `console.is_terminal` is also true by FORCE_COLOR
+    if not sys.stdout.isatty():  # forced colours make the console a terminal
         console.print(await frame())
         return
     ended = asyncio.Event()
