@@ -26,7 +26,6 @@ from kvlane.app.lanes.remaining_work import (
     renewal_of,
 )
 from kvlane.app.lanes.termination import CancellableWaits, RequestTermination, RequestWait
-from kvlane.app.routing.queueing.evacuation import RETRY_MS
 from kvlane.app.routing.reconcile import Restart, RestartReason, is_run_listed
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId
 from kvlane.streams.errors import Malformed, PositionLost, RecordError, RecordTooLarge
@@ -218,7 +217,7 @@ class Failover:
         s, evacuation = self._context, self._context.queue.evacuation
         if (state := self._open_request(request_id, run)) is None or state.origin is None:
             return
-        with evacuation.moving(request_id, run) as has_room:
+        with evacuation.moving(request_id, run, state, s.broker_clock.now_ms()) as has_room:
             if not has_room:
                 return
             try:
@@ -236,8 +235,8 @@ class Failover:
                 evacuation.stay(request_id, run)
             elif (state := self._open_request(request_id, run)) is None:
                 return
-            elif not evacuation.can_leave(request, state, now_ms := s.broker_clock.now_ms()):
-                evacuation.stay(request_id, run, now_ms + RETRY_MS)
+            elif not evacuation.take_room(request, state, now_ms := s.broker_clock.now_ms()):
+                evacuation.stay_for_now(request_id, run, now_ms)
             else:
                 await self.restart(request_id, Restart(state.attempt + 1, "evacuated"))
 

@@ -203,13 +203,20 @@ async def test_answer_leaves_for_the_worker_that_gives_token_ids(world: MemoryWo
     assert {tuple(workers_of(world, each)) for each in RUNS[:3]} == {("w1", "w2")}
 
 
+@pytest.mark.parametrize(
+    ("waiting", "hints"), [(8, Hints()), (0, Hints(allowed_worker_ids=("w1", "w2")))]
+)
 @scenario_test
-async def test_only_as_many_runs_leave_as_other_workers_have_room_for(world: MemoryWorld) -> None:
+async def test_only_as_many_runs_leave_as_other_workers_have_room_for(
+    world: MemoryWorld, waiting: int, hints: Hints
+) -> None:
     processes = SimulatedProcesses(world)
     await processes.router()
     ids = RUNS[:8]
-    await begin_runs(world, processes, *ids, tokens=60)
-    await processes.worker("w2", max_num_seqs=2, worker_max_waiting=0)
+    await begin_runs(world, processes, *ids, tokens=60, hints=hints)
+    await processes.worker("w2", max_num_seqs=2, worker_max_waiting=waiting)
+    if hints.allowed_worker_ids:
+        await processes.worker("w3", max_num_seqs=64)
     await order(world, "w1", "evacuate")
     await wait_exact(world, *ids, tokens=60)
     assert max(longest_pause_ms(world, each) for each in ids) <= 1500

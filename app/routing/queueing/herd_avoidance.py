@@ -121,6 +121,11 @@ class HerdAvoidance:
             if len(self._decided_ms) > MAX_ROUTERS:
                 del self._decided_ms[next(iter(self._decided_ms))]
 
+    @property
+    def other_routers(self) -> int:
+        """The number of other routers that have decided of late."""
+        return len(self._decided_ms)
+
     def observe_lag(self, after_ms: float) -> None:
         """A decision of this router was read back `after_ms` after it was taken."""
         self._lag_ms += (min(after_ms, MAX_LAG_MS) - self._lag_ms) / LAG_WINDOW

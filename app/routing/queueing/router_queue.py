@@ -135,11 +135,11 @@ class RouterQueue:
         self._pools = CandidatePools(
             fleet, silent, rules.domain if rules.is_domain_required else ""
         )
+        self.herd_avoidance = HerdAvoidance(router)
         self.evacuation = Evacuation(
-            fleet, ledger, self._pools, self.worker_capacity, self.unconfirmed
+            fleet, ledger, self._pools, self.worker_capacity, self.unconfirmed, self.herd_avoidance
         )
         self._counts_output = config.counts_output
-        self.herd_avoidance = HerdAvoidance(router)
         self._performance = PerformanceModel()
         self._routed = RoutedPrefixes(index)
         self._dispatched = Counter[Phase]()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvlane.app.routing.selection.batch_placement import max_sequences
 from kvlane.app.routing.state.active_load import ActiveLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns
 from kvlane.app.routing.state.fleet import Fleet
@@ -63,9 +64,13 @@ class WorkerCapacity:
             if self._open_runs(*key) >= self._bound(key, limit, now_ms)
         ]
 
-    def room(self, worker: str, epoch: int) -> float:
-        """The runs that a worker may still take by its card; inf without a limit."""
-        return max(0.0, self._most_runs(worker, epoch) - self._open_runs(worker, epoch))
+    def room(self, worker: str, epoch: int, *, is_batch: bool) -> int:
+        """The runs of a class that a worker may take and compute at once, by its card."""
+        member = self._fleet.members.get(worker)
+        if member is None or member.epoch != epoch:
+            return 0
+        runs = self._open_runs if is_batch else self._interactive_runs
+        return max(0, max_sequences(member.card) - runs(worker, epoch))
 
     def on_assigned(self, worker: str, epoch: int) -> None:
         """A worker got one more run, by this router's decisions or by the ledger."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
-from kvlane.app.routing.queueing.evacuation import RETRY_MS, Evacuation
+from kvlane.app.routing.queueing.evacuation import MOVE_MS, Evacuation
+from kvlane.app.routing.queueing.herd_avoidance import HerdAvoidance
 from kvlane.app.routing.queueing.worker_capacity import WorkerCapacity
 from kvlane.app.routing.state.active_load import ActiveLoad, WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns
 from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.request_state import RequestState, RunId, RunStatus
-from kvlane.streams.records import Cordon, Phase, RequestOffset, Tombstone
+from kvlane.streams.records import Cordon, LogRecord, Phase, RequestOffset, Tombstone
 from kvlane.streams.request import AnswerParsing, Hints, Request
-from tests.harness.routing_harness import TOKENS, RoutingHarness
+from tests.harness.routing_harness import TOKENS, RoutingHarness, to_assigned
 
 RUN = RunId(0, "aggregated", "w1", 0)
 NOW_MS = 2000
@@ -32,20 +34,31 @@ class EvacuationHarness:
         routing.registry(Cordon(worker="w1", evacuates=True))
         ledger = LedgerState(1000)
         capacity = WorkerCapacity(routing.fleet, ledger, self.unconfirmed, BatchRuns())
+        self.herd_avoidance = HerdAvoidance("r1")
         self.evacuation = Evacuation(
-            routing.fleet, ledger, routing.pools, capacity, self.unconfirmed
+            routing.fleet, ledger, routing.pools, capacity, self.unconfirmed, self.herd_avoidance
         )
 
-    def due(self, request_id: str = "a", now_ms: int = NOW_MS, **over: Any) -> RunId | None:
+    def state(self, **over: Any) -> RequestState:
         phase: Phase = over.pop("phase", "aggregated")
-        run_id = RunId(0, phase, "w1", 0)
-        run = RunStatus(over.pop("state", "started"), 0, WorkerRank("w1", 0), **over)
-        state = RequestState(runs={run_id: run}, origin=ORIGIN)
-        return self.evacuation.due(request_id, state, now_ms)
+        worker = over.pop("worker", "w1")
+        run_id = RunId(0, phase, worker, self.routing.epochs[worker])
+        place = WorkerRank(worker, run_id.epoch)
+        run = RunStatus(over.pop("state", "started"), 0, place, **over)
+        return RequestState(runs={run_id: run}, origin=ORIGIN)
 
-    def can_leave(self, state: RequestState | None = None, **over: Any) -> bool:
-        request = Request(id="a", model="m", token_ids=TOKENS, **over)
-        return self.evacuation.can_leave(request, state or RequestState(origin=ORIGIN), NOW_MS)
+    def due(self, request_id: str = "a", now_ms: int = NOW_MS, **over: Any) -> RunId | None:
+        return self.evacuation.due(request_id, self.state(**over), now_ms)
+
+    def moving(self, request_id: str, **over: Any) -> AbstractContextManager[bool]:
+        state = self.state(**over)
+        return self.evacuation.moving(request_id, next(iter(state.runs)), state, NOW_MS)
+
+    def can_leave(
+        self, request_id: str = "a", state: RequestState | None = None, **over: Any
+    ) -> bool:
+        request = Request(id=request_id, model="m", token_ids=TOKENS, **over)
+        return self.evacuation.take_room(request, state or self.state(), NOW_MS)
 
 
 @pytest.fixture
@@ -83,27 +96,95 @@ def test_no_run_is_due_after_another_order(
 def test_runs_that_move_and_decisions_take_the_room_of_other_workers(
     harness: EvacuationHarness,
 ) -> None:
-    moving = harness.evacuation.moving
-    with moving("x", RUN) as first, moving("y", RUN) as second:
+    with harness.moving("x") as first, harness.moving("y") as second:
         assert first
         assert second
         assert harness.due() is None
-        with moving("z", RUN) as third:
+        with harness.moving("z") as third:
             assert not third
     assert harness.due() == RUN
     harness.unconfirmed.add(WorkerRank("w2", 1), WorkerLoad(2, 10))
     assert harness.due() is None
 
 
-def test_run_is_due_again_after_a_time_or_with_another_fleet(harness: EvacuationHarness) -> None:
-    harness.evacuation.stay("a", RUN, NOW_MS + RETRY_MS)
-    harness.evacuation.stay("b", RUN)
-    assert (harness.due("a"), harness.due("b"), harness.due("c")) == (None, None, RUN)
-    assert harness.due("a", NOW_MS + RETRY_MS) == RUN
-    harness.evacuation.on_fleet_changed()
-    assert (harness.due("a"), harness.due("b")) == (RUN, None)
-    harness.evacuation.forget("b")
-    assert harness.due("b") == RUN
+def test_batch_runs_that_move_take_no_room_of_interactive_ones(harness: EvacuationHarness) -> None:
+    with harness.moving("x", service_class="batch"), harness.moving("y", service_class="batch"):
+        assert harness.due(service_class="batch") is None
+        assert harness.due() == RUN
+
+
+def test_moves_of_another_model_take_no_room(
+    harness: EvacuationHarness, routing: RoutingHarness
+) -> None:
+    routing.worker("v1", model="x")
+    routing.worker("v2", model="x", max_runs=2)
+    routing.registry(Cordon(worker="v1", evacuates=True))
+    with harness.moving("x", worker="v1"), harness.moving("y", worker="v1"):
+        assert harness.due(worker="v1") is None
+        assert harness.due() == RUN
+
+
+def test_move_that_waits_for_long_takes_no_room(harness: EvacuationHarness) -> None:
+    with harness.moving("x"), harness.moving("y"):
+        assert harness.due(now_ms=NOW_MS + MOVE_MS - 1) is None
+        assert harness.due(now_ms=NOW_MS + MOVE_MS) == RUN
+        assert harness.due() == RUN
+
+
+def test_as_many_requests_leave_as_workers_that_may_take_them_have_room_for(
+    harness: EvacuationHarness, routing: RoutingHarness
+) -> None:
+    routing.worker("w3", max_runs=1)
+    only_w3 = Hints(allowed_worker_ids=("w3",))
+    with harness.moving("x"), harness.moving("y"), harness.moving("z"):
+        assert harness.can_leave("x", hints=only_w3)
+        assert not harness.can_leave("y", hints=only_w3)
+        assert harness.can_leave("y")
+        assert harness.can_leave("z", hints=Hints(allowed_worker_ids=("w2",)))
+
+
+def test_waiting_places_of_a_worker_are_no_room(
+    harness: EvacuationHarness, routing: RoutingHarness
+) -> None:
+    routing.worker("w2", max_runs=10, engine={"max_num_seqs": 1})
+    with harness.moving("x"):
+        assert harness.due() is None
+
+
+def test_routers_share_the_room_of_other_workers(
+    harness: EvacuationHarness, routing: RoutingHarness
+) -> None:
+    decision = to_assigned(routing.chosen(), router="another")
+    harness.herd_avoidance.on_record(LogRecord(0, NOW_MS, decision))
+    with harness.moving("x") as first:
+        assert first
+        assert harness.due() is None
+
+
+def test_pause_of_a_run_that_stays_doubles_and_outlasts_changes_of_the_fleet(
+    harness: EvacuationHarness,
+) -> None:
+    now_ms = NOW_MS
+    for pause_s in (5, 10, 20, 40, 60, 60):
+        harness.evacuation.stay_for_now("a", RUN, now_ms)
+        harness.evacuation.on_fleet_changed()
+        assert harness.due("a", now_ms + 1000 * pause_s - 1) is None
+        now_ms += 1000 * pause_s
+        assert harness.due("a", now_ms) == RUN
+    harness.evacuation.forget("a")
+    harness.evacuation.stay_for_now("a", RUN, now_ms)
+    assert harness.due("a", now_ms + 5000) == RUN
+
+
+def test_run_stays_to_its_end_or_that_of_the_order(
+    harness: EvacuationHarness, routing: RoutingHarness
+) -> None:
+    harness.evacuation.stay("a", RUN)
+    assert harness.due("a", 10**9) is None
+    for order in (Cordon(worker="w1"), Cordon(worker="w1", evacuates=True)):
+        routing.registry(order)
+        harness.evacuation.on_fleet_changed()
+    assert harness.due("a") == RUN
 
 
 def test_only_requests_that_another_worker_may_take_can_leave(
@@ -143,6 +224,6 @@ def test_parsed_answer_leaves_only_for_a_worker_with_its_parser(
 
 def test_no_request_leaves_for_a_worker_that_has_failed_it(harness: EvacuationHarness) -> None:
     failed = frozenset({"w2"})
-    assert not harness.can_leave(RequestState(failures=1, failed_workers=failed))
+    assert not harness.can_leave(state=RequestState(failures=1, failed_workers=failed))
     evacuated_before = RequestState(failed_workers=failed)
-    assert harness.can_leave(evacuated_before)
+    assert harness.can_leave(state=evacuated_before)
