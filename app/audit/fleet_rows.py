@@ -1,7 +1,7 @@
 """Workers, models, requests and queues of a deployment as rows, from a `FleetView`.
 
-They are the objects of `--json`: fields are only added. Points in time are those of the broker, in
-ms since 1970; None: unknown. Pure.
+They are the objects of `--json`, whose fields are in docs/operations.md and are only added. Points
+in time are those of the broker, in ms since 1970; None: unknown. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 
-from kvlane.app.audit.drift import ErrorShares
 from kvlane.app.audit.fleet_view import FleetView, RequestFacts
 from kvlane.app.audit.waits import ReportedWait
 from kvlane.app.routing.state.fleet import FleetMember
@@ -35,36 +34,29 @@ _OVERDUE_MS = 60_000
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """A worker. `state`: `ready`, `draining`, `unhealthy` by its heartbeat; `starting`: none yet;
-    `silent`: none for KVLANE_WORKER_TIMEOUT_S; `lost`: a router has ended its epoch. `order`: of an
-    operator, that it gets no new requests, or is to move its runs to others. `running`,
-    `waiting`: runs in its engine, and before. `kv_use`: used part of its cache, 0 to 1. `hit_rate`:
-    cached part of the tokens of prompts. `ttft_error`, `itl_error`: median of |predicted -
-    measured| / measured, of at least 20 runs."""
+    """A worker. `running`, `waiting`: runs in its engine, and before."""
 
     id: str
     model: str
     role: str
     state: ShownState
-    order: Literal["", "cordoned", "evacuating"]
-    reason: str
     epoch: int
-    since_ms: int | None
-    heartbeat_age_s: float | None
-    running: int | None
-    waiting: int | None
-    kv_use: float | None
-    hit_rate: float | None
-    ttft_error: float | None
-    itl_error: float | None
-    versions: dict[str, str]
+    order: Literal["", "cordoned", "evacuating"] = ""
+    reason: str = ""
+    since_ms: int | None = None
+    heartbeat_age_s: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    kv_use: float | None = None
+    hit_rate: float | None = None
+    ttft_error: float | None = None
+    itl_error: float | None = None
+    versions: dict[str, str] = {}
 
 
 class ModelRow(msgspec.Struct, frozen=True):
-    """A model. `ready`: workers that answer new requests, so none of role `prefill`. `open`,
-    `queued`: its open requests, and those of them without a worker. `tokenizer`: SHA-256 of its
-    file; `checksum`: of the card, the version of the model; "": none. `versions`: of the engines of
-    its workers."""
+    """A model. `tokenizer`: SHA-256 of its file; `checksum`: of the card; "": none. `versions`: of
+    the engines of its workers."""
 
     name: str
     kind: str
@@ -79,10 +71,8 @@ class ModelRow(msgspec.Struct, frozen=True):
 
 
 class RequestRow(msgspec.Struct, frozen=True):
-    """A request. `phase`: `queued` (without a worker), `assigned`, `prefill`, `decode`, `ended`.
-    `code`, `reason`: of its end, or of the last failed run. `age_s`: since its append. From then:
-    `wait_ms` to its first decision, `ttft_ms` to its first token, `total_ms` to its end.
-    `output_tokens`: so far, by the last heartbeat; `retries`: attempts after the first."""
+    """A request. `code`, `reason`: of its end, or of the last failed run. `output_tokens`: so far,
+    by the last heartbeat; `retries`: attempts after the first."""
 
     id: str
     model: str = ""
@@ -103,9 +93,7 @@ class RequestRow(msgspec.Struct, frozen=True):
 
 class LaneRow(msgspec.Struct, frozen=True):
     """The queue of a lane. `router`: its owner, "" without one. `unread`: records of `requests`
-    that it has not read. `queued`, `queued_batch`, `queued_unknown`: requests without a worker, of
-    class interactive, batch, or of which only their wait was read; `oldest_s`: age of the oldest.
-    """
+    that it has not read."""
 
     lane: int
     router: str
@@ -130,12 +118,14 @@ def worker_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[WorkerRo
         card = view.cards.get(worker)
         has_returned = card is not None and (card.epoch or 0) > lost.epoch
         if worker not in view.fleet.members and not has_returned:
-            model, role = ("", "") if card is None else (card.model, card.role)
+            model, role, versions = (
+                ("", "", {}) if card is None else (card.model, card.role, card.versions)
+            )
             silent_s = round((now_ms - lost.at_ms + lost.silent_ms) / 1000, 1)
             rows.append(
                 WorkerRow(
-                    worker, model, role, "lost", "", "", lost.epoch, None, silent_s, None, None,
-                    None, None, None, None, {} if card is None else dict(card.versions),
+                    worker, model, role, "lost", lost.epoch, heartbeat_age_s=silent_s,
+                    versions=versions,
                 )
             )  # fmt: skip
     return sorted(rows, key=lambda row: row.id)
@@ -154,18 +144,15 @@ def _worker_row(view: FleetView, member: FleetMember, now_ms: int, timeout_s: fl
         if beat.engine is not None:
             running, waiting = beat.engine.running, waiting + beat.engine.waiting
             if beat.engine.kv_total_blocks:
-                kv_use = round(beat.engine.kv_used_blocks / beat.engine.kv_total_blocks, 4)
+                kv_use = _rounded(beat.engine.kv_used_blocks / beat.engine.kv_total_blocks)
     return WorkerRow(
-        worker, card.model, card.role, state,
+        worker, card.model, card.role, state, member.epoch,
         "" if cordon is None else "evacuating" if cordon.evacuates else "cordoned",
-        "" if beat is None else beat.reason, member.epoch, member.since_ms, age_s, running,
-        waiting, kv_use, _rounded(view.drift.hit_rate(worker, now_ms)),
-        _median(errors.ttft_error), _median(errors.itl_error), dict(card.versions),
+        "" if beat is None else beat.reason, member.since_ms, age_s, running, waiting, kv_use,
+        _rounded(view.drift.hit_rate(worker, now_ms)),
+        _rounded(errors.ttft_error and errors.ttft_error.median),
+        _rounded(errors.itl_error and errors.itl_error.median), card.versions,
     )  # fmt: skip
-
-
-def _median(of: ErrorShares | None) -> float | None:
-    return None if of is None else round(of.median, 4)
 
 
 def _rounded(share: float | None) -> float | None:
@@ -303,15 +290,13 @@ def _model_of(view: FleetView, worker: str) -> str:
 def ended_requests_of(view: FleetView) -> list[RequestRow]:
     """The requests that ended in the window, the last ones first."""
     found = sorted((facts.ended_ms, name) for name, facts in view.requests.items() if facts.code)
-    return [_ended_row(view, request_id) for _, request_id in reversed(found)]
-
-
-def _ended_row(view: FleetView, request_id: str) -> RequestRow:
-    facts = view.requests[request_id]
-    model = facts.model or _model_of(view, facts.worker)
-    return _row(
-        request_id, facts, model, "ended", facts.worker, facts.output_tokens, facts.ended_ms
-    )
+    rows = []
+    for _, name in reversed(found):
+        facts = view.requests[name]
+        model = facts.model or _model_of(view, facts.worker)
+        end = (facts.worker, facts.output_tokens, facts.ended_ms)
+        rows.append(_row(name, facts, model, "ended", *end))
+    return rows
 
 
 def _row(
@@ -390,10 +375,4 @@ class JobRow(msgspec.Struct, frozen=True):
 
 
 def job_rows(jobs: Iterable[BatchJob]) -> list[JobRow]:
-    return [
-        JobRow(
-            job.id, job.tenant, job.status, job.lines, job.published, job.completed, job.failed,
-            job.created_s,
-        )
-        for job in jobs
-    ]  # fmt: skip
+    return [msgspec.convert(job, JobRow, from_attributes=True) for job in jobs]

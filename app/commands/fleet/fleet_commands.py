@@ -6,7 +6,7 @@ From the log alone, without a router: the registry, and the records since `--sin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvlane.app.audit.fleet_reader import FleetReader
     from kvlane.app.audit.fleet_rows import RequestRow
     from kvlane.app.audit.fleet_status import FleetStatus, TopicSampler
+    from kvlane.app.audit.fleet_view import FleetView
 
 T = TypeVar("T")
 
@@ -61,12 +62,7 @@ def show_workers(since: str, json: Path | None) -> None:
     from kvlane.app.audit.fleet_rows import worker_rows
     from kvlane.app.commands.fleet.fleet_tables import workers_table
 
-    async def read(fleet: _Fleet) -> dict[str, Any]:
-        rows = worker_rows(fleet.reader.view, fleet.now_ms, fleet.timeout_s)
-        return fleet.rows("workers", rows)
-
-    found = _read(since, read)
-    _show(json, found, lambda: workers_table(found["workers"]))
+    _show_rows(since, json, "workers", worker_rows, workers_table)
 
 
 def models(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
@@ -81,12 +77,7 @@ def models(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
     from kvlane.app.audit.fleet_rows import model_rows
     from kvlane.app.commands.fleet.fleet_tables import models_table
 
-    async def read(fleet: _Fleet) -> dict[str, Any]:
-        rows = model_rows(fleet.reader.view, fleet.now_ms, fleet.timeout_s)
-        return fleet.rows("models", rows)
-
-    found = _read(since, read)
-    _show(json, found, lambda: models_table(found["models"]))
+    _show_rows(since, json, "models", model_rows, models_table)
 
 
 def requests(
@@ -144,16 +135,8 @@ def requests(
         return fleet.rows("requests", rows) | {"left_out": view.left_out}
 
     found = _read(since, read)
-    ended = slow or failed
-    _show(
-        json,
-        found,
-        lambda: (
-            ended_view(found["requests"], found["left_out"])
-            if ended
-            else open_table(found["requests"])
-        ),
-    )
+    rows, left_out = found["requests"], found["left_out"]
+    _show(json, found, lambda: ended_view(rows, left_out) if slow or failed else open_table(rows))
 
 
 def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
@@ -184,11 +167,8 @@ def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
         }
 
     found = _read(since, read, samples=True)
-    _show(
-        json,
-        found,
-        lambda: queue_view(found["lanes"], found["waits"], found["backlog"], found["jobs"]),
-    )
+    parts = [found[name] for name in ("lanes", "waits", "backlog", "jobs")]
+    _show(json, found, lambda: queue_view(*parts))
 
 
 def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
@@ -248,6 +228,20 @@ def top(*, since: SinceOption = "-1m") -> None:
         await show_live(screen.make_console(), frame)
 
     _read(since, watch, samples=True)
+
+
+def _show_rows(
+    since: str,
+    json: Path | None,
+    name: str,
+    rows_of: Callable[[FleetView, int, float], Sequence[Any]],
+    table: Callable[[Sequence[Any]], RenderableType],
+) -> None:
+    async def read(fleet: _Fleet) -> dict[str, Any]:
+        return fleet.rows(name, rows_of(fleet.reader.view, fleet.now_ms, fleet.timeout_s))
+
+    found = _read(since, read)
+    _show(json, found, lambda: table(found[name]))
 
 
 def _read(since: str, read: Callable[[_Fleet], Awaitable[T]], *, samples: bool = False) -> T:

@@ -6,13 +6,14 @@ Ids, states and numbers are never cut; other texts are folded, and columns witho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvlane.app.audit.fleet_rows import JobRow, LaneRow, ModelRow, RequestRow, WaitRow, WorkerRow
+from kvlane.app.audit.fleet_rows import JobRow, LaneRow, RequestRow, WaitRow
 from kvlane.app.audit.fleet_status import Alarm, FleetStatus, TopicRow
 from kvlane.app.audit.time_range import format_time
 from kvlane.app.commands.console import escape_control
@@ -138,16 +139,9 @@ def _table(columns: Sequence[_Column], rows: Iterable[object]) -> Table:
     return made
 
 
-def workers_table(rows: Iterable[WorkerRow]) -> Table:
-    return _table(_WORKERS, rows)
-
-
-def models_table(rows: Iterable[ModelRow]) -> Table:
-    return _table(_MODELS, rows)
-
-
-def open_table(rows: Iterable[RequestRow]) -> Table:
-    return _table((*_OPEN, *_OWNER), rows)
+workers_table = partial(_table, _WORKERS)
+models_table = partial(_table, _MODELS)
+open_table = partial(_table, (*_OPEN, *_OWNER))
 
 
 def ended_view(rows: Iterable[RequestRow], left_out: int) -> RenderableType:

@@ -12,7 +12,7 @@ from kvlane.app.commands.fleet.fleet_tables import ended_view, open_table, worke
 
 WORKER = WorkerRow(
     "vllm-7c9f5d8b6f-x2x4k", "meta-llama/Llama-3.1-8B-Instruct", "aggregated", "unhealthy",
-    "evacuating", "out of memory", 1234, None, 0.4, 100, 20, 0.99, 0.5, 0.11, 0.2, {},
+    1234, "evacuating", "out of memory", None, 0.4, 100, 20, 0.99, 0.5, 0.11, 0.2,
 )  # fmt: skip
 REQUEST = RequestRow(
     "chatcmpl-0e7a5a3c-1111-2222-3333-444455556666", "meta-llama/Llama-3.1-8B-Instruct", "acme",
