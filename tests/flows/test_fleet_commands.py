@@ -18,9 +18,17 @@ from kvlane.streams.codecs import encode
 from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.ports import Entry
 from kvlane.streams.reading.range_reader import NO_DATA_TIMEOUT_S
-from kvlane.streams.records import Ended, EngineConfig, ModelCard, WorkerCard
+from kvlane.streams.records import Ended, EngineConfig, Heartbeat, ModelCard, WorkerCard
 from kvlane.streams.request import Request
-from kvlane.streams.topics import DEAD_LETTERS, LEDGER, PROMPTS, REGISTRY, REQUESTS, lane_of
+from kvlane.streams.topics import (
+    DEAD_LETTERS,
+    KV_EVENTS,
+    LEDGER,
+    PROMPTS,
+    REGISTRY,
+    REQUESTS,
+    lane_of,
+)
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_commands import connect_commands
 from tests.harness.memory_world import MemoryWorld, scenario_test
@@ -266,6 +274,23 @@ def test_top_without_a_terminal_prints_one_frame(
     assert shown.stdout.count("router all: no router") == 1
     assert "w[1]" in shown.stdout
     assert "job-1" in shown.stdout
+
+
+def test_top_shows_ten_workers_those_that_are_not_ready_first(memory: MemoryBroker) -> None:
+    for number in range(12):
+        name = f"w{number:02}"
+        card = WorkerCard(
+            id=name, slot=number, model="demo", config=EngineConfig(model="demo"), epoch=number
+        )
+        memory.append(REGISTRY, 0, [encode(card, f"worker/{name}")])
+    beat = Heartbeat(worker="w00", epoch=0, slot_offset=0)
+    memory.append(KV_EVENTS, 0, [encode(beat, "w00")])
+    shown = kvlane("top").stdout
+    assert "1 ready, 11 starting" in shown
+    assert [word for word in shown.split() if word[:2] in ("w0", "w1")] == [
+        f"w{number:02}" for number in range(1, 11)
+    ]
+    assert "records/s" in shown
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, ["top"]], ids=" ".join)
