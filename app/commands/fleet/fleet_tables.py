@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -64,64 +64,56 @@ def _late(records: int | None) -> Text:
     return Text("-" if records is None else str(records), "red" if records else "", justify="right")
 
 
-class _Column(NamedTuple):
-    header: str
-    field: str
-    form: Callable[[Any], Text] = _text
+FleetColumn = tuple[str, str, Callable[[Any], Text]]
+"""Header, field of the row, format."""
 
-
-_WORKERS = (
-    _Column("worker", "id", _id), _Column("state", "state", _state), _Column("order", "order", _id),
-    _Column("model", "model"), _Column("role", "role"), _Column("epoch", "epoch", _number),
-    _Column("running", "running", _number), _Column("waiting", "waiting", _number),
-    _Column("KV", "kv_use", _share), _Column("hits", "hit_rate", _share),
-    _Column("TTFT error", "ttft_error", _share), _Column("ITL error", "itl_error", _share),
-    _Column("heartbeat", "heartbeat_age_s", _seconds), _Column("reason", "reason"),
+_WORKERS: Sequence[FleetColumn] = (
+    ("worker", "id", _id), ("state", "state", _state), ("order", "order", _id),
+    ("model", "model", _text), ("role", "role", _text), ("epoch", "epoch", _number),
+    ("running", "running", _number), ("waiting", "waiting", _number), ("KV", "kv_use", _share),
+    ("hits", "hit_rate", _share), ("TTFT error", "ttft_error", _share),
+    ("ITL error", "itl_error", _share), ("heartbeat", "heartbeat_age_s", _seconds),
+    ("reason", "reason", _text),
 )  # fmt: skip
-_MODELS = (
-    _Column("model", "name", _id), _Column("kind", "kind"), _Column("workers", "workers", _number),
-    _Column("ready", "ready", _number), _Column("open", "open", _number),
-    _Column("queued", "queued", _number), _Column("context", "context_length", _number),
-    _Column("tokenizer", "tokenizer", _checksum), _Column("card", "checksum", _checksum),
-    _Column("engines", "versions", _texts),
+_MODELS: Sequence[FleetColumn] = (
+    ("model", "name", _id), ("kind", "kind", _text), ("workers", "workers", _number),
+    ("ready", "ready", _number), ("open", "open", _number), ("queued", "queued", _number),
+    ("context", "context_length", _number), ("tokenizer", "tokenizer", _checksum),
+    ("card", "checksum", _checksum), ("engines", "versions", _texts),
 )  # fmt: skip
-_OWNER = (
-    _Column("model", "model"), _Column("tenant", "tenant"), _Column("class", "service_class"),
-    _Column("worker", "worker"), _Column("tokens", "output_tokens", _number),
-    _Column("retries", "retries", _number), _Column("reason", "reason"),
+_OWNER: Sequence[FleetColumn] = (
+    ("model", "model", _text), ("tenant", "tenant", _text), ("class", "service_class", _text),
+    ("worker", "worker", _text), ("tokens", "output_tokens", _number),
+    ("retries", "retries", _number), ("reason", "reason", _text),
 )  # fmt: skip
-_OPEN = (
-    _Column("id", "id", _id),
-    _Column("phase", "phase", _id),
-    _Column("age", "age_s", _seconds),
-)
-_ENDED = (
-    _Column("id", "id", _id), _Column("end", "code", _id),
-    _Column("total", "total_ms", _milliseconds), _Column("wait", "wait_ms", _milliseconds),
-    _Column("TTFT", "ttft_ms", _milliseconds),
+_OPEN: Sequence[FleetColumn] = (
+    ("id", "id", _id), ("phase", "phase", _id), ("age", "age_s", _seconds),
 )  # fmt: skip
-_LANES = (
-    _Column("lane", "lane", _number), _Column("router", "router", _id),
-    _Column("unread", "unread", _number), _Column("interactive", "queued", _number),
-    _Column("batch", "queued_batch", _number), _Column("unknown", "queued_unknown", _number),
-    _Column("oldest", "oldest_s", _seconds),
+_ENDED: Sequence[FleetColumn] = (
+    ("id", "id", _id), ("end", "code", _id), ("total", "total_ms", _milliseconds),
+    ("wait", "wait_ms", _milliseconds), ("TTFT", "ttft_ms", _milliseconds),
 )  # fmt: skip
-_WAITS = (
-    _Column("requests", "requests", _number), _Column("waiting for 10 s, because", "reason"),
+_LANES: Sequence[FleetColumn] = (
+    ("lane", "lane", _number), ("router", "router", _id), ("unread", "unread", _number),
+    ("interactive", "queued", _number), ("batch", "queued_batch", _number),
+    ("unknown", "queued_unknown", _number), ("oldest", "oldest_s", _seconds),
 )  # fmt: skip
-_TOPICS = (
-    _Column("topic", "name", _id), _Column("records/s", "rate", _rate),
-    _Column("lag", "lag", _number), _Column("late", "late", _late),
+_WAITS: Sequence[FleetColumn] = (
+    ("requests", "requests", _number), ("waiting for 10 s, because", "reason", _text),
 )  # fmt: skip
-_JOBS = (
-    _Column("job", "id", _id), _Column("status", "status", _id), _Column("lines", "lines", _number),
-    _Column("published", "published", _number), _Column("completed", "completed", _number),
-    _Column("failed", "failed", _number), _Column("tenant", "tenant"),
-    _Column("created (UTC)", "created_s", _time),
+_TOPICS: Sequence[FleetColumn] = (
+    ("topic", "name", _id), ("records/s", "rate", _rate), ("lag", "lag", _number),
+    ("late", "late", _late),
+)  # fmt: skip
+_JOBS: Sequence[FleetColumn] = (
+    ("job", "id", _id), ("status", "status", _id), ("lines", "lines", _number),
+    ("published", "published", _number), ("completed", "completed", _number),
+    ("failed", "failed", _number), ("tenant", "tenant", _text),
+    ("created (UTC)", "created_s", _time),
 )  # fmt: skip
 
 
-def _table(columns: Sequence[_Column], rows: Iterable[object]) -> Table:
+def _table(columns: Sequence[FleetColumn], rows: Iterable[object]) -> Table:
     made, shown = Table(box=None, pad_edge=False), []
     found = list(rows)
     for header, field, form in columns:
