@@ -74,6 +74,9 @@ class KafkaMember:
                 # must not have given the request up by then. Giving up partitions takes no time.
                 "rebalance_timeout_ms": max(1000, kafka.connection.request_timeout_ms - 1000),
                 "max_poll_interval_ms": SILENT_TIMEOUTS * session_ms,
+                # The leader of a group assigns nothing of a topic that its client does not know, as
+                # after an answer of a broker that has just started, until its client asks again.
+                "metadata_max_age_ms": session_ms,
             },
             kafka.request_timeout_s,
         )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.consumer import fetcher
+from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from kvlane.streams.brokers.broker_factory import Broker
@@ -446,6 +448,33 @@ class TestReading:
 
 
 class TestGroups:
+    async def test_member_of_a_client_that_did_not_know_the_topic_gets_its_lanes(
+        self, kafka: Broker, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A broker that has just started may not know a topic yet; its answer counts until the
+        next."""
+        assign = GroupCoordinator._perform_assignment
+        unknown = []
+
+        async def assign_without_topics(coordinator: Any, response: Any) -> Any:
+            if not unknown:
+                cluster = coordinator._client.cluster
+                brokers = list(cluster.brokers())
+                answer = SimpleNamespace(
+                    API_VERSION=1, brokers=brokers, controller_id=brokers[0].nodeId, topics=()
+                )
+                cluster.update_metadata(answer)
+                unknown.append(coordinator)
+            return await assign(coordinator, response)
+
+        monkeypatch.setattr(GroupCoordinator, "_perform_assignment", assign_without_topics)
+        short = KafkaLog(connection(kafka, session_timeout_ms=1000), log.prefix)
+        await short.start()
+        member, owner = joined(short)
+        await poll_until_owned((member, owner), n=LANES)
+        await short.close()
+        assert unknown
+
     async def test_error_of_the_owner_comes_out_of_the_poll(self, log: KafkaLog) -> None:
         first, owner = joined(log, fails=RuntimeError("cannot let go"))
         await poll_until_owned((first, owner), n=LANES)
