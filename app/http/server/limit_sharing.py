@@ -113,9 +113,10 @@ class LimitSharing:
             quota.wait(amounts, +1)
             self._check(tenant)
             try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
-                        await more.wait()
+                async with asyncio.timeout(left_s):
+                    await more.wait()
+            except TimeoutError:
+                until_s = -math.inf  # also where a timer fires a rounding error early
             finally:
                 quota.wait(amounts, -1)
                 self._check(tenant)
