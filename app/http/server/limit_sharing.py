@@ -159,9 +159,11 @@ class LimitSharing:
                 continue
             self._wake.clear()
             left_s = max(0.0, renewal_s - self._clock.now())
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(left_s if self._quotas or self._claims else None):
                     await self._wake.wait()
+            except TimeoutError:
+                renewal_s = self._clock.now()  # as above
 
     def _renew(self) -> None:
         """Forget what has lapsed, and look at all claims of this gateway."""
