@@ -123,7 +123,7 @@ class LaneOwner:
         that has begun the last one waits, so that the next owner reads it."""
         waiting = self._records_behind.setdefault(record.id, deque())
         again = isinstance(record, Request) and (
-            record.id in self._arrived or self._is_known(record.id)
+            record.id in self._arrived or self._is_known(log_record, record.id)
         )
         if isinstance(record, Request) and record.shown is not None:
             for before in [w for w in waiting if isinstance(w.record, Request)]:
@@ -432,13 +432,15 @@ class LaneOwner:
             await self._termination.end(record.id, record.code, record.message)
 
     async def _is_repetition(self, log_record: LogRecord, record: Request | Refused) -> bool:
-        """True if the id of a record is taken: the record is a duplicate. If the ledger has
-        forgotten the end of the id, it gets another one, for collectors
+        """True if the id of a record is taken: the record is a duplicate. If collectors do not find
+        the end of the id in the ledger, it gets another one for them
         (`app/results/unanswered_requests.py`)."""
-        if self._is_known(record.id):
+        if self._is_known(log_record, record.id):
             return True
-        appended_ms = record.queued_ms or log_record.timestamp_ms
-        if not self._context.ledger.is_repetition(self._lane, record.id, appended_ms):
+        ledger, appended_ms = self._context.ledger, record.queued_ms or log_record.timestamp_ms
+        state = ledger.request(self._lane, record.id)
+        is_old = state is not None and state.is_known
+        if not (is_old or ledger.is_repetition(self._lane, record.id, appended_ms)):
             return False
         await self._termination.write_terminal(record.id, "seen")
         return True
@@ -480,9 +482,13 @@ class LaneOwner:
             release = partial(self._dispatcher.release, cancel.id)
             await self._termination.end(cancel.id, "cancelled", cancel.reason, release=release)
 
-    def _is_known(self, request_id: str) -> bool:
+    def _is_known(self, log_record: LogRecord, request_id: str) -> bool:
+        """Whether the ledger has the id, and not its end from before the window of the record."""
         state = self._context.ledger.request(self._lane, request_id)
-        return state is not None and state.is_known
+        if state is None or not state.is_known:
+            return False
+        window_ms = self._context.settings.dedup_window_s * 1000
+        return not state.ended or state.last_ms >= log_record.timestamp_ms - window_ms
 
 
 def _backs_off(state: RequestState) -> bool:

@@ -16,6 +16,7 @@ from kvlane.app.http.openai.logprobs import TokenText
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.responses.response_events import ResponseEncoder
 from kvlane.app.preprocess.models.byte_model import Model
+from kvlane.streams.clock import CLOCK_SKEW_MS
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.records import (
     Chunk,
@@ -132,8 +133,8 @@ class PendingResult:
         Raises any error for a record with values that no process of this project writes."""
         if self.is_over:
             return True
-        if isinstance(record, End) and 0 <= record.origin < self.offset and not self.is_renewed:
-            return False  # of an earlier copy, which has its result
+        if not self.is_renewed and self._is_of_earlier_copy(record, at_ms):
+            return False  # that has its result
         if not isinstance(record, End):
             self._attempts = max(self._attempts, record.attempt + 1)
         if isinstance(record, Fence) and record.origin in self.renewals:
@@ -144,6 +145,12 @@ class PendingResult:
         elif self.may_be_cut and not self._has_begun and self._may_be_end(record):
             self.lose(at_ms)
         return self.is_over
+
+    def _is_of_earlier_copy(self, record: Chunk | Fence | End, at_ms: int) -> bool:
+        """A prompt may be published again for 7 days; routers do not run it again."""
+        if isinstance(record, End) and 0 <= record.origin < self.offset:
+            return True
+        return at_ms < self.appended_ms - CLOCK_SKEW_MS
 
     def _move_to(self, fence: Fence) -> None:
         """Take the record that a Fence names in the place of those before it. Not if the attempt
