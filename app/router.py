@@ -61,6 +61,9 @@ DRIFT_CHECK_INTERVAL_S = 10.0
 """Interval between drift checks. One check takes 4 ms for 64 workers."""
 
 RESPONSE_ENDS_INTERVAL_S = 1.0
+LEAST_IDLE_S, MAX_IDLE_S = 60.0, 24 * 3600
+"""Times for which a lane of the ledger had no records: the start of its view is looked for between
+them. Older records are deleted."""
 
 HEARTBEAT_WINDOW_TIMEOUTS = 4
 """Time before a router's start whose heartbeats are read, in worker time-outs."""
@@ -322,10 +325,15 @@ class Router(ObservedProcess):
 
     async def _ledger_start(self, source: Partition) -> int:
         """Far enough back for a request with the longest time limit that no router has ended for
-        `max_lifetime_s` more, and for ends of prompts that are not on `ended-ids`."""
+        `max_lifetime_s` more, and for ends of prompts that are not on `ended-ids`. Counted from the
+        lane's last record: while no router runs, no request ends."""
         s = self._settings
         longest_s = max(s.batch_run_limit_s, s.dedup_window_s) + s.max_lifetime_s
-        start = await self._offset_before(source, longest_s)
+        end = (await self._log.end_offsets(LEDGER, [source.partition]))[source.partition]
+        idle_s = LEAST_IDLE_S
+        while end and idle_s < MAX_IDLE_S and await self._offset_before(source, idle_s) >= end:
+            idle_s *= 2
+        start = await self._offset_before(source, longest_s + idle_s)
         saved = self._ledger.ended_prompts.saved_until(source.partition)
         return start if saved is None else min(start, saved)
 
