@@ -193,14 +193,17 @@ def _ledger_start_ms(world: SimulatedWorld) -> int:
 
 
 def _recent_state(view: LedgerState, source: Partition, since_ms: int) -> _LaneSnapshot:
-    """The state of a lane without the ends, and uses of sessions, from before `since_ms`.
+    """The state of a lane without the requests, and uses of sessions, from before `since_ms`.
 
     In a lane without later records an older router has them still. One that has started since, or
     was paused in the middle of its start, has not read them: for both they are past their windows.
+    A request that is not over among them has its `End`, or hangs (`stream_checks.py`): its router
+    ended before the record of the ledger.
     """
     lane = msgspec.msgpack.decode(view.snapshot(source), type=_LaneSnapshot)
     return replace(
         lane,
+        requests=[row for row in lane.requests if row.last_ms >= since_ms],
         outcomes=[outcome for outcome in lane.outcomes if outcome[-1] >= since_ms],
         sessions=[use for use in lane.sessions if use[1].at_ms >= since_ms],
     )
