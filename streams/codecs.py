@@ -66,6 +66,7 @@ _INNER: tuple[type[record_base.InternalRecord], ...] = (
     records.Deployment,
     records.Skip,
     records.Cordon,
+    records.ModelAlias,
     batch_records.FileCard,
     batch_records.BatchJob,
     batch_records.BatchCancel,

@@ -34,10 +34,12 @@ from kvlane.streams.record_types.ledger_records import (
 from kvlane.streams.record_types.registry_records import (
     GUIDED_DECODING_FEATURE,
     LOGPROBS_FEATURE,
+    AliasTarget,
     Artifact,
     Cordon,
     Deployment,
     EngineConfig,
+    ModelAlias,
     ModelCard,
     Role,
     Skip,

@@ -293,6 +293,12 @@ class Request(InternalRecord, frozen=True):
     traceparent: str = ""  # W3C Trace Context of its first span; empty: it is not sampled
     parsing: AnswerParsing | None = None
     shown: Chunk | None = None
+    alias: str = ""  # of `model`, if the client named that
+
+    @property
+    def asked_model(self) -> str:
+        """The model by the name that the client gave."""
+        return self.alias or self.model
 
     @property
     def kind(self) -> ModelKind:

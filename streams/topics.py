@@ -150,7 +150,7 @@ TOPICS: tuple[Topic, ...] = (
         REGISTRY, "entity", 1, None, "msgpack",
         (
             "WorkerCard", "ModelCard", "SnapshotPointer", "Deployment", "Skip", "Cordon",
-            "Tombstone",
+            "ModelAlias", "Tombstone",
         ),
         ("worker", "router", "indexer", "operator"),
         ("gateway", "preprocessor", "router", "worker", "indexer", "operator", "collector"),

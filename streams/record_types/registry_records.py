@@ -1,4 +1,5 @@
-"""Records of `registry`, compacted and keyed by entity: cards, snapshots, the deployment."""
+"""Records of `registry`, compacted and keyed by entity: cards, snapshots, the deployment,
+orders of operators."""
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
 
@@ -143,6 +144,22 @@ class Cordon(InternalRecord, frozen=True):
 
     worker: str
     evacuates: bool = False
+
+
+class AliasTarget(InternalRecord, frozen=True):
+    """A model that serves under an alias. `weight`: its share, in relation to the other targets; 0:
+    it serves only while none with a weight can."""
+
+    model: str
+    weight: int = 0
+
+
+class ModelAlias(InternalRecord, frozen=True):
+    """A second name of one or more models, by an operator's order. Key `alias/<name>`. A model of
+    the same name takes precedence."""
+
+    name: str
+    targets: tuple[AliasTarget, ...] = ()
 
 
 class Tombstone(InternalRecord, frozen=True):

@@ -143,6 +143,7 @@ QUEUED_REQUEST = q.Request(
         echo="Once",
     ),
 )
+ALIASED_REQUEST = q.Request(id="a", model="m", alias="chat")
 TRACED_REQUEST = q.Request(id="a", traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
 PARSED_REQUEST = q.Request(
     id="a",
@@ -162,6 +163,7 @@ RENEWED_REQUEST = q.Request(
 # fmt: off
 GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (q.Request(id="job-17"), bytes.fromhex("de0001a26964a66a6f622d3137")),
+    (ALIASED_REQUEST, bytes.fromhex("de0003a26964a161a56d6f64656ca16da5616c696173a463686174")),
     (
         REQUEST,
         bytes.fromhex(
@@ -866,6 +868,13 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (
         r.Cordon(worker="w1", evacuates=True),
         bytes.fromhex("82a6776f726b6572a27731a9657661637561746573c3"),
+    ),
+    (
+        r.ModelAlias(
+            name="chat",
+            targets=(r.AliasTarget(model="a", weight=9), r.AliasTarget(model="b")),
+        ),
+        bytes.fromhex("82a46e616d65a463686174a7746172676574739282a56d6f64656ca161a67765696768740981a56d6f64656ca162"),
     ),
     (
         b.FileCard(

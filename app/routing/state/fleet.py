@@ -1,7 +1,7 @@
 """Fleet state: the view of the registry and of the heartbeats. The workers, and which of them are
 live.
 
-Sources are the registry's partition (cards, cordons, tombstones) and kv-events (heartbeats, Lost).
+Sources are the registry's partition (cards, orders, tombstones) and kv-events (heartbeats, Lost).
 No clock: silence is measured by each reader (`silent_workers.py`). Death is a record: an epoch is
 dead when a Lost names it or a later one, when the worker has a newer card, or when its card is
 gone.
@@ -26,6 +26,7 @@ from kvlane.streams.records import (
     Heartbeat,
     LogRecord,
     Lost,
+    ModelAlias,
     ModelCard,
     Phase,
     RunKey,
@@ -112,6 +113,7 @@ class Fleet:
         self.models: dict[str, ModelCard] = {}
         self.cordons: dict[str, Cordon] = {}
         """By worker; also of workers without a card, which may come back."""
+        self.aliases: dict[str, ModelAlias] = {}
         self.version = 0
         self.changed_heartbeats = ChangeLog[str]()
         self._lost: dict[str, int] = {}  # worker → its highest lost epoch
@@ -170,6 +172,9 @@ class Fleet:
             elif isinstance(record, Cordon):
                 self.cordons[record.worker] = record
                 self.version += 1
+            elif isinstance(record, ModelAlias):
+                self.aliases[record.name] = record
+                self.version += 1
             elif isinstance(record, Tombstone):
                 self._remove(log_record, record)
         self._positions[source] = position
@@ -190,6 +195,8 @@ class Fleet:
             self.models.pop(name, None)
         if kind == "cordon":
             self.cordons.pop(name, None)
+        if kind == "alias":
+            self.aliases.pop(name, None)
         if kind != "worker":
             return
         epoch = log_record.offset if tombstone.epoch is None else tombstone.epoch
@@ -240,6 +247,7 @@ class Fleet:
             self.members.clear()
             self.models.clear()
             self.cordons.clear()
+            self.aliases.clear()
             self._tombstoned.clear()
             self._tombstone_times = LastSeen()
         else:
@@ -254,7 +262,8 @@ class Fleet:
                 (w, self._tombstoned[w], at_ms) for w, at_ms in self._tombstone_times.times.items()
             ]
             cordons = [cordon for _, cordon in sorted(self.cordons.items())]
-            return msgspec.msgpack.encode(_Entities(cards, models, tombstoned, cordons))
+            aliases = [alias for _, alias in sorted(self.aliases.items())]
+            return msgspec.msgpack.encode(_Entities(cards, models, tombstoned, cordons, aliases))
         seen = self._last_seen.get(source.partition, LastSeen()).times
         return msgspec.msgpack.encode([self._snapshot_row(w, at_ms) for w, at_ms in seen.items()])
 
@@ -280,6 +289,7 @@ class Fleet:
             }
             self.models = {m.name: m for m in entities.models}
             self.cordons = {cordon.worker: cordon for cordon in entities.cordons}
+            self.aliases = {alias.name: alias for alias in entities.aliases}
             self._tombstoned = {worker: epoch for worker, epoch, _ in entities.tombstoned}
             self._tombstone_times = LastSeen(
                 {worker: at_ms for worker, _, at_ms in entities.tombstoned}
@@ -314,6 +324,7 @@ class _Entities(msgspec.Struct, omit_defaults=True):
     models: list[ModelCard]
     tombstoned: list[tuple[str, int, int]] = msgspec.field(name="buried")
     cordons: list[Cordon] = []
+    aliases: list[ModelAlias] = []
 
 
 class _HeartbeatRow(msgspec.Struct):
