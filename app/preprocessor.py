@@ -36,6 +36,7 @@ from kvlane.app.preprocess.kafka_prompts import (
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
 from kvlane.app.preprocess.models.model import LOAD_RETRY_S, ModelLoader
+from kvlane.app.preprocess.models.model_aliases import choice_key
 from kvlane.app.preprocess.models.model_names import ModelNames
 from kvlane.app.preprocess.request_reader import (
     check_supported,
@@ -96,7 +97,7 @@ class Preprocessor(ObservedProcess):
         self._batch_publisher = RecordPublisher(self.broker, ctx.clock, self._broker_clock)
         self._dead_letters = DeadLetterWriter(self._publisher, keep_prompts=settings.keep_prompts)
         self._fleet = fleet = Fleet()
-        self._models = ModelNames(fleet)
+        self._models = ModelNames(fleet, needs_prefill=settings.enforce_disaggregation)
         self._tail = TailReader(log, ctx.clock)
         self._registry = Follower(
             log, fleet, [REGISTRY], ctx.clock, on_applied=self._applied, tail=self._tail
@@ -284,7 +285,9 @@ class Preprocessor(ObservedProcess):
 
     async def _find(self, parsed: PromptRecord, name: str) -> Model:
         """An outage is waited out. Raises InvalidPrompt, BadModel."""
-        card = self._models.find(parsed.prompt.kind, name)
+        prompt = parsed.prompt
+        key = choice_key(parsed.request, prompt.tenant, prompt.id)
+        card = self._models.find(prompt.kind, self._models.aliases.model(name, key))
         check_supported(parsed.request, unsupported_features(self._fleet, card.name))
         if card.tokenizer is None:
             return ByteModel(card.name, card.context_length)

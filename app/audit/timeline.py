@@ -43,8 +43,8 @@ _PRIVATE = frozenset({
 })  # fmt: skip
 """Fields that may hold text of a prompt or an answer, or megabytes."""
 _SHOWN_TEXTS = frozenset({
-    "model", "tenant", "service_class", "kind", "mdc_sum", "traceparent", "trace_id", "span_id",
-    "backend_instance_id", "allowed_worker_ids", "prefill_worker_id", "decode_worker_id",
+    "model", "alias", "tenant", "service_class", "kind", "mdc_sum", "traceparent", "trace_id",
+    "span_id", "backend_instance_id", "allowed_worker_ids", "prefill_worker_id", "decode_worker_id",
     "lora_name", "required_taints", "preferred_taints", "session_id", "action", "queue_class",
     "batch_id", "custom_id", "topic", "tools", "reasoning", "bootstrap_host",
 })  # fmt: skip

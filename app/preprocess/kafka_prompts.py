@@ -249,7 +249,6 @@ async def to_request(
     return replace(
         requests[0],
         id=prompt.id,
-        model=request.model or model.card.name,
         tenant=prompt.tenant,
         deadline_s=prompt.deadline_s if "deadline_s" in prompt.model_fields_set else deadline_s,
         received_ms=received_ms,

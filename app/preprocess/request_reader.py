@@ -64,15 +64,21 @@ def read_request(
 async def prepare(
     request: OpenAIRequest | PassthroughRequest, model: Model, tenant: str = ""
 ) -> PreparedPrompts:
-    """The requests for a checked body. `tenant`: as for `Model.prepare`. Raises InvalidPrompt,
-    PreprocessorOverloaded, BadModel."""
+    """The requests for a checked body, by the name of the model itself, and the alias that the body
+    names. `tenant`: as for `Model.prepare`. Raises InvalidPrompt, PreprocessorOverloaded,
+    BadModel."""
     try:
         if isinstance(request, OpenAIRequest):
-            return await model.prepare(request, tenant)
-        requests = request.requests(model.card)
+            prepared = await model.prepare(request, tenant)
+        else:
+            requests = request.requests(model.card)
+            prepared = PreparedPrompts(requests, (None,) * len(requests))
     except RecursionError:  # encoding needs more stack per level than parsing did
         raise InvalidPrompt("", TOO_DEEP) from None
-    return PreparedPrompts(requests, (None,) * len(requests))
+    if (name := model.card.name) in ("", request.model):
+        return prepared
+    named = (replace(each, model=name, alias=request.model) for each in prepared.requests)
+    return prepared._replace(requests=tuple(named))
 
 
 def _check_rendered(kind: str, ext: NvExt, values: int) -> None:

@@ -71,7 +71,8 @@ class PendingResult:
         """The append time of its prompt, or of its record without one."""
         self.due_ms = self.begun_ms + _deadline_ms(asked.deadline_s)
         """Broker time at which a router ends it at the latest, while there is one."""
-        self._model_name = asked.model
+        self._model_name = asked.asked_model
+        self._target = asked.model if asked.alias else ""
         self.replaced: list[int] = []
         self.renewals: dict[int, int] = {}
         """Append times of later records with the answer so far, by offset, until a Fence names
@@ -113,7 +114,7 @@ class PendingResult:
     def wanted_model(self) -> str | None:
         """The model whose tokens the body spells; None if it spells none."""
         is_spelled = self._spelling is not None and self._choice.shown_tokens > 0
-        return self._model_name if is_spelled else None
+        return (self._target or self._model_name) if is_spelled else None
 
     def _begin_with(self, piece: Chunk, at_ms: int) -> None:
         self._model_name = self._model_name or piece.model

@@ -258,7 +258,7 @@ class RunExecutor:
             str(run.run_id),
             index=token_count(assignment.taken),
             chars=assignment.taken_chars,
-            model=assignment.request.model,
+            model=assignment.request.asked_model,
         )
         announced = self._ctx.spawn(f"announce {run.key.id}", self._announce(run, stream))
         try:

@@ -111,7 +111,7 @@ class PassthroughDeployment(HttpHarness):
 
         self.workers.append(await self.start_worker(f"w{len(self.workers)}", make))
         served = self.gateway.parts.served_models
-        await until(lambda: served.kind(model) == kind)
+        await until(lambda: served.aliases.kind(model) == kind)
 
     async def close(self) -> None:
         await self.client.close()

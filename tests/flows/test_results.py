@@ -143,10 +143,10 @@ async def test_log_probabilities_are_spelled_by_the_model(world: MemoryWorld) ->
     results = ResultsHarness(world)
     world.append(REGISTRY, 0, ModelCard(name="demo"), key="model/demo")
     await results.start()
-    for name, model in (("a", "demo"), ("b", "gone")):
+    for name, model, alias in (("a", "demo", ""), ("b", "gone", ""), ("c", "demo", "chat")):
         request = Request(
-            id=name, model=model, token_ids=b"\1\0\0\0", output=OutputOptions(logprobs=1),
-            result=ResultOptions(kind="completion"),
+            id=name, model=model, alias=alias, token_ids=b"\1\0\0\0",
+            output=OutputOptions(logprobs=1), result=ResultOptions(kind="completion"),
         )  # fmt: skip
         world.append(REQUESTS, results.lane(name), request, key=name)
         chunk = Chunk(
@@ -154,9 +154,10 @@ async def test_log_probabilities_are_spelled_by_the_model(world: MemoryWorld) ->
             finish_reason="stop", log_probs=((LogProb(97, -0.5), LogProb(98, -1.5)),),
         )  # fmt: skip
         world.append(RESPONSES, results.lane(name), chunk, key=name)
-    by_id = {result.id: result for result in await results.wait_results(2)}
-    spelled = [by_id[name].body["choices"][0]["logprobs"] for name in "ab"]  # type: ignore[index]
-    assert spelled[0]["tokens"] == ["a"]
+    by_id = {result.id: result for result in await results.wait_results(3)}
+    spelled = [by_id[name].body["choices"][0]["logprobs"] for name in "abc"]  # type: ignore[index]
+    assert spelled[0]["tokens"] == spelled[2]["tokens"] == ["a"]
+    assert by_id["c"].model == "chat"
     assert spelled[0]["top_logprobs"] == [{"a": -0.5, "b": -1.5}]
     assert spelled[1]["tokens"] == ["token_id:97"]
 

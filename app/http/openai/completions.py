@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from kvlane.app.http.server.middleware import BodyLimiter, Hold
 from kvlane.app.preprocess.json_limits import check_size, json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.models.model import PreparedPrompts
+from kvlane.app.preprocess.models.model_aliases import choice_key
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.app.preprocess.request_reader import (
     TOO_DEEP,
@@ -46,13 +48,15 @@ DETACH_HEADER = "x-kvlane-detach"
 class ReadBody(NamedTuple):
     """The fields of a body in OpenAI's form, and the encoder of its answer. `is_background`: the
     answer continues without its client, and a response without a stream is sent at once. `values`:
-    those of an added history, as `parse_json` counts them."""
+    those of an added history, as `parse_json` counts them; `conversation`: the id of its first
+    response."""
 
     fields: dict[str, Any]
     encoder: EncoderFactory = EventEncoder
     is_background: bool = False
     stored: StoredInput | None = None
     values: int = 0
+    conversation: str = ""
 
 
 BodyReader = Callable[[dict[str, Any], Hold], Awaitable[ReadBody]]
@@ -63,10 +67,13 @@ async def read_as_sent(fields: dict[str, Any], _: Hold) -> ReadBody:
 
 
 class PreparedBody(NamedTuple):
+    """A body as requests. `first_id`: of the first one."""
+
     parsed: OpenAIRequest | PassthroughRequest
     prompts: PreparedPrompts
     model: Model
     read: ReadBody
+    first_id: str
 
 
 class Completions:
@@ -111,16 +118,22 @@ class Completions:
             except RecursionError:
                 raise InvalidPrompt("", TOO_DEEP) from None
             fields, values = body_read.fields, values + body_read.values
-            as_is = parts.served_models.kind(fields.get("model")) != "tokens"
+            aliases = parts.served_models.aliases
+            as_is = aliases.kind(fields.get("model")) != "tokens"
             parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)
-            model = await parts.catalog.model(kind, parsed.model)
-            unsupported = parts.served_models.model(parsed.model).unsupported
+            is_stored = body_read.stored is not None and not parsed.is_query
+            first_id = parts.streams.new_id(caller.tenant, is_stored=is_stored)
+            key = choice_key(parsed, caller.tenant, body_read.conversation or first_id)
+            name = aliases.model(parsed.model, key)
+            model = await parts.catalog.model(kind, name)
+            unsupported = parts.served_models.model(name).unsupported
             check_supported(parsed, unsupported)
             if values:  # a large body, which was parsed in steps
                 await asyncio.sleep(0)
             prepared = await prepare(parsed, model, caller.cache_tenant)
             requests = with_supported_features(prepared.requests, unsupported)
-        return PreparedBody(parsed, prepared._replace(requests=requests), model, body_read)
+        prepared = prepared._replace(requests=requests)
+        return PreparedBody(parsed, prepared, model, body_read, first_id)
 
     async def _response(
         self,
@@ -132,7 +145,7 @@ class Completions:
     ) -> Response:
         parts, caller = self._parts, caller_of(request)
         began_at = parts.ctx.clock.now()
-        parsed, prepared, model, form = await self.prepare(kind, request, read)
+        parsed, prepared, model, form, first_id = await self.prepare(kind, request, read)
         answers = len(prepared.requests) * parsed.n
         if answers > 1 and prepared.requests[0].is_query:
             raise invalid_request(
@@ -145,8 +158,9 @@ class Completions:
         choices = self._choices(parsed, prepared, model)
         await caller.count_answers(prepared.requests, parsed.n, choices, model.card.context_length)
         requests = self._one_request_each(
-            self._with_results(kind, parsed, prepared, form.stored), parsed.n, caller, traceparent
-        )
+            self._with_results(kind, parsed, prepared, form.stored), parsed.n, caller, traceparent,
+            first_id,
+        )  # fmt: skip
         options = ResponseOptions(
             header=ResponseHeader(kind, requests[0].id, parsed.model, created_s(requests[0].id)),
             ids=[each.id for each in requests],
@@ -156,6 +170,7 @@ class Completions:
             reads_to_end=detached and caller.is_counted,
             interval=parsed.stream_interval,
             is_background=form.is_background,
+            served_model=requests[0].model if requests[0].alias else "",
         )
         return CompletionResponse(
             options,
@@ -213,15 +228,17 @@ class Completions:
         ]
 
     def _one_request_each(
-        self, requests: Sequence[Request], n: int, caller: Caller, traceparent: str
+        self, requests: Sequence[Request], n: int, caller: Caller, traceparent: str, first_id: str
     ) -> list[Request]:
         """One request for each answer; answers to the same prompt are adjacent."""
         parts, options = self._parts, requests[0].result
         is_stored = options is not None and options.stored is not None
+        more = (parts.streams.new_id(caller.tenant, is_stored=is_stored) for _ in count(1))
+        ids = chain([first_id], more)
         return [
             replace(
                 openai_requests.nth_request(request, number),
-                id=parts.streams.new_id(caller.tenant, is_stored=is_stored),
+                id=next(ids),
                 deadline_s=parts.settings.deadline_s,
                 received_ms=parts.ctx.clock.wall_ms(),
                 traceparent=traceparent,

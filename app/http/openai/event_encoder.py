@@ -39,6 +39,7 @@ class ResponseOptions(NamedTuple):
     `is_resumed`: existing streams are resumed, each after its position of `from_tokens`.
     `reads_to_end`: the stream counts towards limits, and is read, to its end. `interval`: tokens of
     an event of text, at least. `is_background`: the response has the beginning of the answer alone.
+    `served_model`: that of the alias in the header of the answer.
     """
 
     header: ResponseHeader
@@ -51,6 +52,7 @@ class ResponseOptions(NamedTuple):
     reads_to_end: bool = False
     interval: int = 1
     is_background: bool = False
+    served_model: str = ""
 
 
 class AnswerEncoder(Protocol):

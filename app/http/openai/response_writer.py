@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from opentelemetry.trace import Span
@@ -51,6 +52,8 @@ KEEP_ALIVE_S = 15.0
 status 200."""
 ID_HEADER = "x-kvlane-id"
 """Header with the URL-quoted ids of the streams of a response, separated by commas."""
+MODEL_HEADER = "x-kvlane-model"
+"""Header with the URL-quoted name of the model that serves an alias."""
 FLUSH_TIMEOUT_S = 15.0
 """Time after the deadline for the client to read the rest of the response."""
 
@@ -107,7 +110,7 @@ class CompletionResponse(Response):
             else:
                 await run_until_disconnect(receive, work, within_s)
         except ApiError as e:  # nothing was sent yet
-            await e.response({ID_HEADER: ",".join(self._options.ids)})(scope, receive, send)
+            await e.response(self._names())(scope, receive, send)
         finally:
             self._span.set_attribute("request_ids", self._options.ids)
             self._span.end()
@@ -243,8 +246,13 @@ class CompletionResponse(Response):
         return max(0.0, self._until - self._clock.now())
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        headers = [*headers, (ID_HEADER.encode(), ",".join(self._options.ids).encode())]
+        named = [(name.encode(), value.encode()) for name, value in self._names().items()]
+        headers = [*headers, *named]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _names(self) -> dict[str, str]:
+        headers, served = {ID_HEADER: ",".join(self._options.ids)}, self._options.served_model
+        return headers | ({MODEL_HEADER: quote(served)} if served else {})
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,11 +1,12 @@
 """Models that are served, and their tokenizers and templates, for one gateway.
 
-A model is served while the registry has the card of a worker for it, busy or not.
+A model is served while the registry has the card of a worker for it, busy or not; an alias while
+one of its targets is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -15,13 +16,13 @@ from kvlane.app.http.api_errors import ApiError, error_of_stream, invalid_reques
 from kvlane.app.http.openai.openai_responses import EndpointKind
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
 from kvlane.app.preprocess.models.model import ModelLoader
+from kvlane.app.preprocess.models.model_aliases import ModelAliases, complete_members
 from kvlane.app.preprocess.models.model_names import quote_name, unknown_model, unsupported_kind
 from kvlane.app.preprocess.request_reader import lacking_features
 from kvlane.app.routing.state.fleet import Fleet, FleetMember
 from kvlane.streams.errors import StreamError
 from kvlane.streams.ports import Partition
-from kvlane.streams.record_base import ModelKind
-from kvlane.streams.records import LogRecord, ModelCard, WorkerCard
+from kvlane.streams.records import LogRecord, ModelAlias, ModelCard, WorkerCard
 from kvlane.streams.topics import REGISTRY
 
 MAX_KNOWN_NAMES = 10_000
@@ -46,6 +47,7 @@ class ServedModels:
     def __init__(self, fleet: Fleet, *, needs_prefill: bool = False) -> None:
         self._fleet = fleet
         self._needs_prefill = needs_prefill
+        self.aliases = ModelAliases(fleet, needs_prefill=needs_prefill)
         self._known: dict[str, None] = {}
         self._models: dict[str, ServedModel] = {}
         self._as_of: int | None = None
@@ -76,32 +78,29 @@ class ServedModels:
             HTTPStatus.NOT_FOUND, unknown_model(name, models), code="model_not_found", param="model"
         )
 
-    def kind(self, name: object) -> ModelKind:
-        """Kind of requests that a model takes, also while it has no worker; tokens by default."""
-        card = self._fleet.models.get(name) if isinstance(name, str) else None
-        return "tokens" if card is None else card.kind
-
     def _present(self) -> dict[str, ServedModel]:
         position = self._fleet.position(Partition(REGISTRY, 0))
         if position is None or position != self._as_of:
             members: dict[str, list[FleetMember]] = {}
-            for member in self._members():
+            for member in complete_members(self._fleet, needs_prefill=self._needs_prefill):
                 members.setdefault(member.card.model, []).append(member)
             cards = self._fleet.models
             self._models = {
                 name: _served(name, members[name], cards.get(name)) for name in sorted(members)
             }
+            aliases = [self._alias(each, self._models) for each in self.aliases.present()]
+            self._models |= {each.name: each for each in aliases if each is not None}
             self._as_of = position
         return self._models
 
-    def _members(self) -> Iterator[FleetMember]:
-        """The workers that can complete a request; a card without an epoch is not complete yet."""
-        live = [m for _, m in self._fleet.live_members() if m.card.epoch is not None]
-        prefilled = {m.card.model for m in live if m.card.role == "prefill"}
-        for member in live:
-            is_served = not self._needs_prefill or member.card.model in prefilled
-            if member.card.role != "prefill" and is_served:
-                yield member
+    def _alias(self, alias: ModelAlias, models: Mapping[str, ServedModel]) -> ServedModel | None:
+        """An alias as a model of the bounds that all targets have which get requests now."""
+        targets = [models[each.model] for each in self.aliases.serving(alias)]
+        if not targets:
+            return None
+        lengths = [each.context_length for each in targets if each.context_length]
+        created = min(each.created for each in targets)
+        return ServedModel(alias.name, created, min(lengths, default=None), None, {})
 
 
 def _served(name: str, members: Sequence[FleetMember], card: ModelCard | None) -> ServedModel:
@@ -125,7 +124,7 @@ class ModelCatalog:
         if not name:
             raise invalid_request("model: is needed", "model")
         served = self._served.model(name)
-        if wrong := unsupported_kind(name, self._served.kind(name), kind):
+        if wrong := unsupported_kind(name, self._served.aliases.kind(name), kind):
             raise invalid_request(f"model: {wrong}", "model", code="model_not_supported")
         card = _files(served)
         if card is None:

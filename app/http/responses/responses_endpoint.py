@@ -124,7 +124,8 @@ class ResponsesEndpoint:
         shown, namespaces = asked.shown(is_stored=stored is not None), asked.namespaces()
         encoder = partial(ResponseEncoder, request=shown, namespaces=namespaces)
         is_background = bool(asked.body.background)
-        return ReadBody(asked.chat(), encoder, is_background, stored, history.values)
+        first = next((place.id for place in history.places), "")
+        return ReadBody(asked.chat(), encoder, is_background, stored, history.values, first)
 
     async def _history(self, previous: str, tenant: str, hold: Hold) -> History:
         try:

@@ -96,7 +96,13 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=[origin.lower() for origin in origins],
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "x-kvlane-id", "retry-after", *RATE_LIMIT_HEADERS],
+        expose_headers=[
+            "x-request-id",
+            "x-kvlane-id",
+            "x-kvlane-model",
+            "retry-after",
+            *RATE_LIMIT_HEADERS,
+        ],
     )
 
 

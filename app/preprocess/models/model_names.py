@@ -1,4 +1,4 @@
-"""Models that prompts may name, from the registry: those with files, and those with workers.
+"""Models that prompts may name, from the registry: those with files or workers, and aliases.
 
 A model stays known when its workers leave, and routers queue prompts for it.
 """
@@ -10,6 +10,7 @@ from itertools import islice
 
 from msgspec.structs import replace
 
+from kvlane.app.preprocess.models.model_aliases import ModelAliases
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, UnknownModel
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.streams.record_base import ModelKind
@@ -47,8 +48,9 @@ def _listed(names: Iterable[str]) -> str:
 class ModelNames:
     """The models of a deployment. `fleet` follows the registry."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, needs_prefill: bool = False) -> None:
         self._fleet = fleet
+        self.aliases = ModelAliases(fleet, needs_prefill=needs_prefill)
         self._seen: dict[str, int | None] = {}
         """The context of every model that a worker had, in the order in which they were seen."""
 
@@ -86,14 +88,15 @@ class ModelNames:
                 raise InvalidPrompt("model", wrong)
             return card
         if name:
-            raise UnknownModel("model", unknown_model(name, cards))
-        raise InvalidPrompt("model", f"is needed; available: {_listed(cards)}")
+            raise UnknownModel("model", unknown_model(name, self._names(cards)))
+        raise InvalidPrompt("model", f"is needed; available: {_listed(self._names(cards))}")
 
     def is_passthrough(self, name: object) -> bool:
         """Whether bodies are forwarded unchanged to the model of a name."""
-        name = name or self._only()
-        card = self._fleet.models.get(name) if isinstance(name, str) else None
-        return card is not None and card.kind != "tokens"
+        return self.aliases.kind(name or self._only()) != "tokens"
+
+    def _names(self, cards: Iterable[str]) -> list[str]:
+        return sorted({*cards, *(alias.name for alias in self.aliases.present())})
 
     def _only(self) -> str:
         """The only model that is served, or else that is known; "" where there are several."""

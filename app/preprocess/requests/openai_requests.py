@@ -89,6 +89,12 @@ class RoutingOptions:
         return bool(self.body.stream)
 
     @property
+    def is_query(self) -> bool:
+        """Whether it is a dry run, as of `Request`."""
+        annotations = tuple(self.ext.annotations or ())
+        return bool(annotations) and Request(id="", annotations=annotations).is_query
+
+    @property
     def cache_salt(self) -> str:
         """The salt that the client chose for cached blocks; "" without one."""
         return self.ext.cache_salt or self.body.cache_salt or ""
