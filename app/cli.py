@@ -21,6 +21,7 @@ from kvlane.app.commands import (
     dead_letter_commands,
     key_commands,
     local_commands,
+    model_commands,
     request_commands,
     topic_commands,
     worker_commands,
@@ -87,7 +88,6 @@ app.command()(request_commands.follow)
 app.command()(request_commands.cancel)
 app.command()(fleet_commands.status)
 app.command()(fleet_commands.top)
-app.command()(fleet_commands.models)
 app.command()(fleet_commands.requests)
 app.command()(fleet_commands.queue)
 app.command()(audit_commands.explain)
@@ -99,6 +99,7 @@ app.command()(size_command.size)
 app.add_typer(batch_commands.app, name="batch")
 app.add_typer(topic_commands.app, name="topics")
 app.add_typer(worker_commands.app, name="workers")
+app.add_typer(model_commands.app, name="models")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(dead_letter_commands.app, name="dead-letters")
 local_commands.add_bench(app)

@@ -7,13 +7,14 @@ in time are those of the broker, in ms since 1970; None: unknown. Pure.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from kvlane.app.audit.fleet_view import FleetView, RequestFacts
 from kvlane.app.audit.waits import ReportedWait
+from kvlane.app.preprocess.models.model_aliases import ModelAliases
 from kvlane.app.routing.state.fleet import FleetMember
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, RunState, RunStatus
 from kvlane.streams.ports import Partition
@@ -68,6 +69,16 @@ class ModelRow(msgspec.Struct, frozen=True):
     tokenizer: str
     checksum: str
     versions: list[str]
+
+
+class AliasRow(msgspec.Struct, frozen=True):
+    """A target of an alias. `share`: of the requests that name the alias now; `ready`: workers."""
+
+    name: str
+    model: str
+    weight: int
+    share: float
+    ready: int
 
 
 class RequestRow(msgspec.Struct, frozen=True):
@@ -201,6 +212,24 @@ def model_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[ModelRow]
                 "" if card is None else card.checksum, sorted(versions[name]),
             )
         )  # fmt: skip
+    return rows
+
+
+def alias_rows(view: FleetView, models: Sequence[ModelRow]) -> list[AliasRow]:
+    """The targets of the aliases in effect, in the order of their records."""
+    aliases, ready = ModelAliases(view.fleet), {row.name: row.ready for row in models}
+    rows = []
+    for alias in aliases.present():
+        serving = aliases.serving(alias)
+        total = sum(max(each.weight, 1) for each in serving) or 1
+        for target in alias.targets:
+            share = max(target.weight, 1) / total if target in serving else 0.0
+            rows.append(
+                AliasRow(
+                    alias.name, target.model, target.weight, round(share, 4),
+                    ready.get(target.model, 0),
+                )
+            )  # fmt: skip
     return rows
 
 

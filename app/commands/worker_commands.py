@@ -18,6 +18,7 @@ from kvlane.streams.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
     from kvlane.app.routing.state.fleet import Fleet, LastHeartbeat
+    from kvlane.streams.codecs import AnyRecord
     from kvlane.streams.ports import Log
 
 WRITE_TIMEOUT_S = 30.0
@@ -105,23 +106,23 @@ def evacuate(worker: _CordonedWorker, *, timeout: _DrainTimeout = 60.0) -> None:
 
 
 async def _cordon(worker: str) -> int:
-    async with _connected() as (log, clock, fleet):
+    async with connected_fleet() as (log, clock, fleet):
         check_known(fleet, worker)
         await write_order(log, clock, worker, evacuates=False)
         return open_runs(fleet, worker)
 
 
 async def _uncordon(worker: str) -> bool:
-    async with _connected() as (log, clock, fleet):
+    async with connected_fleet() as (log, clock, fleet):
         if worker not in fleet.cordons:
             return False
-        await end_order(log, clock, worker)
+        await end_order(log, clock, f"cordon/{worker}")
         return True
 
 
 async def _empty(worker: str, timeout_s: float, *, evacuates: bool) -> None:
     name, stderr = escape_control(worker), Console(stderr=True, highlight=False)
-    async with _connected() as (log, clock, fleet):
+    async with connected_fleet() as (log, clock, fleet):
         check_known(fleet, worker)
         await write_order(log, clock, worker, evacuates=evacuates)
         if others_of(fleet, worker) == 0:
@@ -135,13 +136,13 @@ async def _empty(worker: str, timeout_s: float, *, evacuates: bool) -> None:
 
 
 @asynccontextmanager
-async def _connected() -> AsyncIterator[tuple[Log, Clock, Fleet]]:
-    """The log of the deployment, and its fleet, which is followed meanwhile."""
+async def connected_fleet() -> AsyncIterator[tuple[Log, Clock, Fleet]]:
+    """The log of the deployment for orders, and its fleet, which is followed meanwhile."""
     from kvlane.app.settings import settings_for_writing
 
     clock = SystemClock()
     async with (
-        kafka_client.connect_kafka(settings_for_writing(), "kvlane-workers") as log,
+        kafka_client.connect_kafka(settings_for_writing(), "kvlane-orders") as log,
         followed_fleet(log, clock) as fleet,
     ):
         yield log, clock, fleet
@@ -173,22 +174,26 @@ def check_known(fleet: Fleet, worker: str) -> None:
 
 async def write_order(log: Log, clock: Clock, worker: str, *, evacuates: bool) -> None:
     """Append a `Cordon`. Raises AppendFailed."""
-    from kvlane.streams.record_publisher import RecordPublisher
     from kvlane.streams.records import Cordon
-    from kvlane.streams.topics import REGISTRY
 
-    until, order = clock.now() + WRITE_TIMEOUT_S, Cordon(worker=worker, evacuates=evacuates)
-    await RecordPublisher(log, clock).publish(REGISTRY, f"cordon/{worker}", order, 0, until=until)
+    order = Cordon(worker=worker, evacuates=evacuates)
+    await append_order(log, clock, f"cordon/{worker}", order)
 
 
-async def end_order(log: Log, clock: Clock, worker: str) -> None:
-    """Append the tombstone of a `Cordon`. Raises AppendFailed."""
-    from kvlane.streams.record_publisher import RecordPublisher
+async def end_order(log: Log, clock: Clock, key: str) -> None:
+    """Append the tombstone of an order. Raises AppendFailed."""
     from kvlane.streams.records import Tombstone
+
+    await append_order(log, clock, key, Tombstone(key=key))
+
+
+async def append_order(log: Log, clock: Clock, key: str, order: AnyRecord) -> None:
+    """Append a record to the registry. Raises AppendFailed."""
+    from kvlane.streams.record_publisher import RecordPublisher
     from kvlane.streams.topics import REGISTRY
 
-    until, key = clock.now() + WRITE_TIMEOUT_S, f"cordon/{worker}"
-    await RecordPublisher(log, clock).publish(REGISTRY, key, Tombstone(key=key), 0, until=until)
+    until = clock.now() + WRITE_TIMEOUT_S
+    await RecordPublisher(log, clock).publish(REGISTRY, key, order, 0, until=until)
 
 
 def open_runs(fleet: Fleet, worker: str) -> int:

@@ -66,7 +66,7 @@ class TextEngine(EchoEngine):
 async def order(world: MemoryWorld, worker: str, kind: str) -> None:
     log = await world.connect(f"operator {world.clock.now()}")
     if kind == "uncordon":
-        await end_order(log, world.clock, worker)
+        await end_order(log, world.clock, f"cordon/{worker}")
     else:
         await write_order(log, world.clock, worker, evacuates=kind == "evacuate")
     await log.close()

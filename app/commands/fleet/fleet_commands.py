@@ -65,19 +65,18 @@ def show_workers(since: str, json: Path | None) -> None:
     _show_rows(since, json, "workers", worker_rows, workers_table)
 
 
-def models(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
-    """Show the models: workers, open requests, tokenizer and version.
+def show_models(since: str, json: Path | None) -> None:
+    """`kvlane models` without a subcommand."""
+    from kvlane.app.audit.fleet_rows import alias_rows, model_rows
+    from kvlane.app.commands.fleet.fleet_tables import models_view
 
-    Examples:
+    async def read(fleet: _Fleet) -> dict[str, Any]:
+        view = fleet.reader.view
+        models = model_rows(view, fleet.now_ms, fleet.timeout_s)
+        return {**fleet.rows("models", models), "aliases": alias_rows(view, models)}
 
-    - `kvlane models`
-
-    - `kvlane models --json - | jq '.models[] | {name, ready, open}'`
-    """
-    from kvlane.app.audit.fleet_rows import model_rows
-    from kvlane.app.commands.fleet.fleet_tables import models_table
-
-    _show_rows(since, json, "models", model_rows, models_table)
+    found = _read(since, read)
+    _show(json, found, lambda: models_view(found["models"], found["aliases"]))
 
 
 def requests(

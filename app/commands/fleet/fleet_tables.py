@@ -81,6 +81,10 @@ _MODELS: Sequence[FleetColumn] = (
     ("context", "context_length", _number), ("tokenizer", "tokenizer", _checksum),
     ("card", "checksum", _checksum), ("engines", "versions", _texts),
 )  # fmt: skip
+_ALIASES: Sequence[FleetColumn] = (
+    ("alias", "name", _id), ("model", "model", _id), ("weight", "weight", _number),
+    ("share now", "share", _share), ("ready", "ready", _number),
+)  # fmt: skip
 _OWNER: Sequence[FleetColumn] = (
     ("model", "model", _text), ("tenant", "tenant", _text), ("class", "service_class", _text),
     ("worker", "worker", _text), ("tokens", "output_tokens", _number),
@@ -134,6 +138,11 @@ def _table(columns: Sequence[FleetColumn], rows: Iterable[object]) -> Table:
 workers_table = partial(_table, _WORKERS)
 models_table = partial(_table, _MODELS)
 open_table = partial(_table, (*_OPEN, *_OWNER))
+
+
+def models_view(models: Iterable[object], aliases: Sequence[object]) -> RenderableType:
+    table = models_table(models)
+    return Group(table, "", _table(_ALIASES, aliases)) if aliases else table
 
 
 def ended_view(rows: Iterable[RequestRow], left_out: int) -> RenderableType:
