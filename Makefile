@@ -12,7 +12,7 @@ JOBS ?= $(if $(ARGS),0,2)
 # hundreds of modules when it starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup lock demo check format test test-quick test-whole test-recovery test-vllm test-node peers bench bench-full asyncapi chart wheel image compose-up compose-down test-docker clean
+.PHONY: help setup lock demo check format test test-quick test-whole test-recovery test-vllm test-node peers bench bench-full asyncapi chart wheel release image compose-up compose-down test-docker clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ chart: setup  ## Write what follows from the Helm chart and the code: its tables
 
 wheel: setup  ## Build the wheel (build/wheel/), and run the demo from it, installed without the checkout
 	@deploy/check-wheel.sh
+
+release: setup  ## Make the files of a release from a tagged commit in build/release/ (ARGS=--try: of any commit)
+	@deploy/release.sh $(ARGS)
 
 image:  ## Build the container image, and Docker and a base image where missing (VARIANT=vllm: with vLLM)
 	@deploy/image/build.sh $(VARIANT)

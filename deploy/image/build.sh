@@ -60,8 +60,14 @@ image=kvlane:$version${VARIANT:+-$VARIANT}
 say "building $image on $BASE"
 DOCKER_BUILDKIT=${DOCKER_BUILDKIT-0} quietly "$WORK/build.log" docker build "${options[@]}" \
   --build-arg BASE="$BASE" --build-arg VARIANT="$VARIANT" --build-arg KERNEL_CPU="$KERNEL_CPU" \
+  --label org.opencontainers.image.title=kvlane --label org.opencontainers.image.version="$version" \
+  --label org.opencontainers.image.licenses=Apache-2.0 --label org.opencontainers.image.base.name="$BASE" \
+  --label org.opencontainers.image.revision="$(git -C "$ROOT" rev-parse HEAD 2> /dev/null || echo unknown)" \
   --file "$HERE/Dockerfile" --tag "$image" "$ROOT"
 rm -rf "$ROOT/build/wheels"
 mkdir -p "$ROOT/build"
-docker run --rm "$image" cat /opt/kvlane/sbom.cdx.json > "$ROOT/build/sbom${VARIANT:+-$VARIANT}.cdx.json"
-say "built $image, $(image_size "$image"); its packages: build/sbom${VARIANT:+-$VARIANT}.cdx.json"
+bill=build/sbom${VARIANT:+-$VARIANT}.cdx.json
+docker run --rm "$image" cat /opt/kvlane/sbom.cdx.json > "$ROOT/$bill"
+docker run --rm "$image" dpkg-query -W -f '${Package} ${Version} ${Architecture}\n' \
+  | "$PYTHON" "$HERE/add_os_packages.py" "$ROOT/$bill"
+say "built $image, $(image_size "$image"); its packages: $bill"
