@@ -225,12 +225,14 @@ class ReplyAddress(InternalRecord, frozen=True):
 
 class StoredInput(InternalRecord, frozen=True):
     """The part of a request that a stored response keeps. `shown`: fields that come back with it, a
-    JSON object. `input`: JSON list of the items since those in the results at `history`."""
+    JSON object. `input`: JSON list of the items since those in the results at `history`.
+    `conversation`: the id of the first response, if it continues one."""
 
     shown: JsonText
     input: JsonText
     history: tuple[TurnPlace, ...] = ()
     namespaces: dict[str, str] = {}
+    conversation: str = ""
 
 
 class ResultOptions(InternalRecord, frozen=True):

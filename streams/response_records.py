@@ -57,10 +57,11 @@ class ResultTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class StoredTurn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What continues a stored response: the items of its input since those in the results at
-    `history`. Part of a Result."""
+    `history`, and the id of the first response, if it continued one. Part of a Result."""
 
     input: list[dict[str, Any]]
     history: tuple[TurnPlace, ...] = ()
+    conversation: str | UnsetType = UNSET
 
 
 class Result(PublicRecord, frozen=True, tag="Result", omit_defaults=False):

@@ -257,7 +257,11 @@ class PendingResult:
             custom_id=options.custom_id,
             stored=UNSET
             if stored is None
-            else StoredTurn(input=_decode_items(stored.input), history=stored.history),
+            else StoredTurn(
+                input=_decode_items(stored.input),
+                history=stored.history,
+                conversation=stored.conversation or UNSET,
+            ),
         )
 
     def _failure(self) -> ApiError | None:

@@ -187,6 +187,26 @@ async def test_answers_to_one_request_are_of_one_model(world: MemoryWorld) -> No
 
 
 @scenario_test
+async def test_conversation_stays_with_the_model_of_its_first_response(world: MemoryWorld) -> None:
+    house = await two_models(world)
+    await ResultsHarness(world).start()
+    define(world, EVEN)
+    await world.wait_until(lambda: "chat" in house.models())
+    first_models = set()
+    for _ in range(8):
+        served, previous = set(), {}
+        for _ in range(3):
+            body = {"model": "chat", "input": "hi", "max_output_tokens": 2, **previous}
+            answer = await house.send("POST", "/v1/responses", body).wait_done()
+            assert answer.json["model"] == "chat"
+            served.add(answer.headers[MODEL_HEADER])
+            previous = {"previous_response_id": answer.json["id"]}
+        assert len(served) == 1
+        first_models |= served
+    assert first_models == {"llama-a", "llama-b"}
+
+
+@scenario_test
 async def test_failed_answer_is_continued_by_its_model(world: MemoryWorld) -> None:
     house = await two_models(world)
     await house.start_worker("w3", "llama-a", worker_timeout_s=2.0)

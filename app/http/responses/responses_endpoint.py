@@ -124,8 +124,9 @@ class ResponsesEndpoint:
         shown, namespaces = asked.shown(is_stored=stored is not None), asked.namespaces()
         encoder = partial(ResponseEncoder, request=shown, namespaces=namespaces)
         is_background = bool(asked.body.background)
-        first = next((place.id for place in history.places), "")
-        return ReadBody(asked.chat(), encoder, is_background, stored, history.values, first)
+        return ReadBody(
+            asked.chat(), encoder, is_background, stored, history.values, history.conversation
+        )
 
     async def _history(self, previous: str, tenant: str, hold: Hold) -> History:
         try:
@@ -152,8 +153,9 @@ class ResponsesEndpoint:
             refusal = f"a stored response has {MAX_STORED_BYTES} bytes of its request at most"
         if not refusal:
             return StoredInput(
-                shown=shown, input=content, history=history.places, namespaces=asked.namespaces()
-            )
+                shown=shown, input=content, history=history.places,
+                namespaces=asked.namespaces(), conversation=history.conversation,
+            )  # fmt: skip
         if asked.body.store:
             raise InvalidPrompt("store", f"{refusal}: send false")
         return None

@@ -56,6 +56,8 @@ class StoredResponse(NamedTuple):
     items: bytes
     output: bytes
     history: tuple[TurnPlace, ...]
+    conversation: str
+    """The id of its first response."""
 
     @property
     def size(self) -> int:
@@ -65,17 +67,20 @@ class StoredResponse(NamedTuple):
 
 class History(NamedTuple):
     """The items before a new input. `carried`: those that the new result has itself, beside those
-    at `places`. `values`: as `parse_json` counts them."""
+    at `places`. `values`: as `parse_json` counts them. `conversation`: the id of its first
+    response."""
 
     items: Sequence[JsonObject] = ()
     carried: Sequence[JsonObject] = ()
     places: tuple[TurnPlace, ...] = ()
     values: int = 0
+    conversation: str = ""
 
 
 class _Turn(msgspec.Struct):
     input: msgspec.Raw
     history: tuple[TurnPlace, ...] = ()
+    conversation: str = ""
 
 
 class _Result(msgspec.Struct):
@@ -115,9 +120,10 @@ class StoredResponses:
             before = len(read.items)
             await read.add(turn)
             await read.add_output(turn)
+        carried, places = read.items[:0], (*turn.history, turn.place)
         if turn.size <= CARRIED_BYTES:
-            return History(read.items, read.items[before:], turn.history, read.values)
-        return History(read.items, (), (*turn.history, turn.place), read.values)
+            carried, places = read.items[before:], turn.history
+        return History(read.items, carried, places, read.values, turn.conversation)
 
     async def input_items(self, request_id: str, tenant: str, hold: Hold) -> list[JsonObject]:
         """The items of the input of a response, with those that it continues."""
@@ -270,11 +276,11 @@ def _stored(request_id: str, record: Record) -> StoredResponse:
     place = TurnPlace(request_id, record.partition, record.offset)
     result = msgspec.json.decode(record.value or b"{}", type=_Result)
     if result.stored is None:
-        return StoredResponse(place, "failed", b"", b"", b"", ())
+        return StoredResponse(place, "failed", b"", b"", b"", (), request_id)
     body = msgspec.json.decode(result.body, type=_Body)
     return StoredResponse(
         place, body.status, bytes(result.body), bytes(result.stored.input), bytes(body.output),
-        result.stored.history,
+        result.stored.history, result.stored.conversation or request_id,
     )  # fmt: skip
 
 

@@ -7,12 +7,14 @@ from typing import Any
 from kvlane.app.routing.state.fleet import RETENTION_MS, Fleet
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
+    AliasTarget,
     Cordon,
     EngineConfig,
     EngineStats,
     Heartbeat,
     LogRecord,
     Lost,
+    ModelAlias,
     RunProgress,
     Tombstone,
     WorkerCard,
@@ -204,3 +206,15 @@ def test_cordon_changes_the_version_and_the_hash_of_a_fleet() -> None:
     assert cordoned.state_hash(REGISTRY) != plain.state_hash(REGISTRY)
     cordoned.forget(REGISTRY)
     assert cordoned.cordons == {}
+
+
+def test_alias_is_in_the_snapshot_and_the_hash_of_a_fleet() -> None:
+    alias = ModelAlias(name="chat", targets=(AliasTarget(model="m", weight=1),))
+    plain, aliased, copy = fleet({7: card(None)}, []), fleet({7: card(None), 8: alias}, []), Fleet()
+    assert aliased.version == plain.version + 1
+    assert aliased.state_hash(REGISTRY) != plain.state_hash(REGISTRY)
+    copy.restore(REGISTRY, aliased.snapshot(REGISTRY), 100)
+    assert copy.aliases == {"chat": alias}
+    assert fleet({8: alias, 9: Tombstone(key="alias/chat")}, []).aliases == {}
+    aliased.forget(REGISTRY)
+    assert aliased.aliases == {}
