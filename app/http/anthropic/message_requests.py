@@ -14,11 +14,11 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
-from kvlane.app.preprocess.requests.nvext import SHORT_LIST, STRICT_MODEL, Name, NvExt, Object, Text
+from kvlane.app.preprocess.requests.nvext import SHORT_LIST, Name, NvExt, Object, StrictModel, Text
 from kvlane.app.preprocess.requests.request_models import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -55,43 +55,39 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 """Fields that are refused; see `unsupported_fields.py`."""
 
 
-class _Part(BaseModel):
-    model_config = STRICT_MODEL
-
-
-class TextBlock(_Part):
+class TextBlock(StrictModel):
     """A text of a message, of the system prompt or of a tool's result."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(_Part):
+class ThinkingBlock(StrictModel):
     """The reasoning of an earlier answer; its signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(_Part):
+class RedactedThinkingBlock(StrictModel):
     """Reasoning that only its maker can read; it is left out."""
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(_Part):
+class ToolUseBlock(StrictModel):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: dict[str, Any] = {}
+    input: dict[str, Any] = Field(default={})
 
 
 TextBlocks = Annotated[list[TextBlock], PARTS_LIST, text_or_list("text", "blocks")]
 
 
-class ToolResultBlock(_Part):
+class ToolResultBlock(StrictModel):
     """The result of a call."""
 
     type: Literal["tool_result"]
@@ -118,7 +114,7 @@ Block = Annotated[
 MessageBlocks = Annotated[list[Block], PARTS_LIST, text_or_list("text", "blocks")]
 
 
-_BLOCKS: Mapping[str, tuple[type[_Part], ...]] = {
+_BLOCKS: Mapping[str, tuple[type[StrictModel], ...]] = {
     "system": (TextBlock,),
     "user": (TextBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
@@ -126,14 +122,14 @@ _BLOCKS: Mapping[str, tuple[type[_Part], ...]] = {
 """The blocks of each role."""
 
 
-class MessageTurn(_Part):
+class MessageTurn(StrictModel):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
     content: MessageBlocks
 
 
-class MessageTool(_Part):
+class MessageTool(StrictModel):
     """A function of the client; tools that Anthropic runs have another type, and are refused."""
 
     type: Literal["custom"] | None = None
@@ -142,7 +138,7 @@ class MessageTool(_Part):
     input_schema: Object
 
 
-class MessageToolChoice(_Part):
+class MessageToolChoice(StrictModel):
     """Whether and which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -150,26 +146,26 @@ class MessageToolChoice(_Part):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Part):
+class Thinking(StrictModel):
     """Whether the model reasons first. A budget is not enforced: `max_tokens` counts all."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class OutputFormat(_Part):
+class OutputFormat(StrictModel):
     """The required form of an answer."""
 
     type: Literal["json_schema"]
     form: Object = Field(alias="schema")
 
 
-class OutputConfig(_Part):
+class OutputConfig(StrictModel):
     """The form of an answer. `effort` is a hint, for templates that read it."""
 
     format: OutputFormat | None = None
 
 
-class CountBody(_Part):
+class CountBody(StrictModel):
     """The fields that make the prompt."""
 
     model: Text = ""

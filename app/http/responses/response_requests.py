@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
-from kvlane.app.preprocess.requests.nvext import SHORT_LIST, STRICT_MODEL, Name, NvExt, Object, Text
+from kvlane.app.preprocess.requests.nvext import SHORT_LIST, Name, NvExt, Object, StrictModel, Text
 from kvlane.app.preprocess.requests.request_models import (
     MAX_MESSAGES,
     PARTS_LIST,
@@ -53,11 +53,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 Parts = Annotated[list[Part], PARTS_LIST, text_or_list("input_text", "parts")]
 
 
-class _Item(BaseModel):
-    model_config = STRICT_MODEL
-
-
-class InputMessage(_Item):
+class InputMessage(StrictModel):
     """A message, also one of an earlier answer."""
 
     type: Literal["message"] | None = None
@@ -65,7 +61,7 @@ class InputMessage(_Item):
     content: Parts
 
 
-class FunctionCall(_Item):
+class FunctionCall(StrictModel):
     """A call of an earlier answer."""
 
     type: Literal["function_call"]
@@ -74,7 +70,7 @@ class FunctionCall(_Item):
     arguments: str
 
 
-class FunctionCallOutput(_Item):
+class FunctionCallOutput(StrictModel):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -82,13 +78,13 @@ class FunctionCallOutput(_Item):
     output: Parts
 
 
-class ReasoningText(_Item):
+class ReasoningText(StrictModel):
     """A part of a reasoning."""
 
     text: str
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(StrictModel):
     """The reasoning of an earlier answer; without its text it is left out."""
 
     type: Literal["reasoning"]
@@ -125,7 +121,7 @@ def _input(value: Any) -> Any:
     return value
 
 
-class FunctionTool(_Item):
+class FunctionTool(StrictModel):
     """A function of the client."""
 
     type: Literal["function"]
@@ -135,7 +131,7 @@ class FunctionTool(_Item):
     strict: bool | None = None
 
 
-class NamespaceTool(_Item):
+class NamespaceTool(StrictModel):
     """Functions of the client under a common name, which comes back with their calls."""
 
     type: Literal["namespace"]
@@ -154,13 +150,13 @@ ResponseTool = Annotated[
 ]
 
 
-class ResponseReasoning(_Item):
+class ResponseReasoning(StrictModel):
     """How much the model reasons. Reasoning comes as it is, a `summary` has no effect."""
 
     effort: Text | None = None
 
 
-class TextFormat(_Item):
+class TextFormat(StrictModel):
     """The required form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -168,13 +164,13 @@ class TextFormat(_Item):
     form: Object | None = Field(default=None, alias="schema")
 
 
-class ResponseText(_Item):
+class ResponseText(StrictModel):
     """The text of an answer."""
 
     format: TextFormat | None = None
 
 
-class ResponsesBody(_Item):
+class ResponsesBody(StrictModel):
     """The request for a response."""
 
     model: Text = ""

@@ -38,10 +38,14 @@ from kvlane.streams.request import (
     SessionControl,
 )
 
-STRICT_MODEL = ConfigDict(
-    strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
-)
-"""Unknown fields are ignored, as OpenAI does; wrong types are not guessed at."""
+
+class StrictModel(BaseModel):
+    """Unknown fields are ignored, as OpenAI does; wrong types are not guessed at."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
 
 MAX_NAME_CHARS = 200
 MAX_BLOCKS = 2**16
@@ -136,11 +140,9 @@ Millis = Annotated[float, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
 
 
-class AgentHints(BaseModel):
+class AgentHints(StrictModel):
     """Hints of an agent. `osl`: expected output tokens. `priority_jump`: seconds by which the
     request counts as older in the queue, by default derived from the other hints."""
-
-    model_config = STRICT_MODEL
 
     priority: int | None = Field(default=None, ge=-I32, le=I32)
     strict_priority: int | None = Field(default=None, ge=0, le=I32)
@@ -150,34 +152,26 @@ class AgentHints(BaseModel):
     priority_jump: float | None = None
 
 
-class SessionOptions(BaseModel):
-    model_config = STRICT_MODEL
-
+class SessionOptions(StrictModel):
     session_id: Name
     action: Literal["open", "close", "bind"] | None = None
     timeout: int = Field(default=300, ge=1, le=I32)
 
 
-class LatencyTargets(BaseModel):
-    model_config = STRICT_MODEL
-
+class LatencyTargets(StrictModel):
     ttft_target: Millis | None = None
     itl_target: Millis | None = None
 
 
-class TaintConstraints(BaseModel):
+class TaintConstraints(StrictModel):
     """Required taints of workers, and preferred ones with weights."""
-
-    model_config = STRICT_MODEL
 
     required_taints: Annotated[list[Name], SHORT_LIST] = []
     preferred_taints: dict[str, float] = Field(default={}, max_length=MAX_NAMES)
 
 
-class CostOverride(BaseModel):
+class CostOverride(StrictModel):
     """Settings of the cost function, for this request only."""
-
-    model_config = STRICT_MODEL
 
     overlap_score_credit: Weight | None = None
     prefill_load_scale: Weight | None = None
@@ -187,10 +181,8 @@ class CostOverride(BaseModel):
     shared_cache_multiplier: Annotated[Any, AfterValidator(_not_offered)] = None
 
 
-class MultimodalItem(BaseModel):
+class MultimodalItem(StrictModel):
     """An image or the like in a block: hash of its content, token ranges in the block."""
-
-    model_config = STRICT_MODEL
 
     mm_hash: int = Field(ge=0, le=U64)
     offsets: Annotated[
@@ -198,16 +190,12 @@ class MultimodalItem(BaseModel):
     ] = []
 
 
-class MultimodalBlock(BaseModel):
-    model_config = STRICT_MODEL
-
+class MultimodalBlock(StrictModel):
     mm_objects: Annotated[list[MultimodalItem], SHORT_LIST] = []
 
 
-class MultimodalRouting(BaseModel):
+class MultimodalRouting(StrictModel):
     """Tokens that replace the prompt in overlap lookups, with the contents of their blocks."""
-
-    model_config = STRICT_MODEL
 
     routing_token_ids: TokenIds = []
     block_mm_infos: Annotated[
@@ -215,10 +203,8 @@ class MultimodalRouting(BaseModel):
     ] = []
 
 
-class NvExt(BaseModel):
+class NvExt(StrictModel):
     """The object `nvext` of a body. `stream_interval`: tokens of an event of a stream, at least."""
-
-    model_config = STRICT_MODEL
 
     greed_sampling: bool | None = None
     use_raw_prompt: bool | None = None

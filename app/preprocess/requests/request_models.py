@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import msgspec
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     TypeAdapter,
@@ -29,10 +28,10 @@ from kvlane.app.preprocess.requests.nvext import (
     I32,
     MAX_NAMES,
     SHORT_LIST,
-    STRICT_MODEL,
     Name,
     NvExt,
     Object,
+    StrictModel,
     Text,
     Token,
     TokenIds,
@@ -145,29 +144,21 @@ JsonOrText = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
-    model_config = STRICT_MODEL
-
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class JsonSchema(BaseModel):
-    model_config = STRICT_MODEL
-
+class JsonSchema(StrictModel):
     form: Object | None = Field(default=None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
-    model_config = STRICT_MODEL
-
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(StrictModel):
     """The required form of an answer, with vLLM's field names."""
-
-    model_config = STRICT_MODEL
 
     json_: JsonOrText | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -178,9 +169,7 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: GrammarText | None = None
 
 
-class GenerationBody(BaseModel):
-    model_config = STRICT_MODEL
-
+class GenerationBody(StrictModel):
     model: Text = ""
     max_tokens: Limit | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=I32)
@@ -239,18 +228,14 @@ class GenerationBody(BaseModel):
         return None
 
 
-class TextPart(BaseModel):
+class TextPart(StrictModel):
     """A part of a message's content. The longer names of the type are those of other endpoints."""
-
-    model_config = STRICT_MODEL
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(BaseModel):
-    model_config = STRICT_MODEL
-
+class RefusalPart(StrictModel):
     type: Literal["refusal"]
     text: str = Field(alias="refusal")
 
@@ -260,16 +245,12 @@ def _part(value: Any, _: ValidatorFunctionWrapHandler) -> TextPart | RefusalPart
     return (RefusalPart if is_refusal else TextPart).model_validate(value)
 
 
-class CalledFunction(BaseModel):
-    model_config = STRICT_MODEL
-
+class CalledFunction(StrictModel):
     name: str
     arguments: Any = None
 
 
-class ToolCall(BaseModel):
-    model_config = STRICT_MODEL
-
+class ToolCall(StrictModel):
     function: CalledFunction
 
 
@@ -333,13 +314,11 @@ def _content(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     return _parts.validate_python(value)
 
 
-class Message(BaseModel):
+class Message(StrictModel):
     """The checked fields of a message; templates receive it unchanged."""
 
-    model_config = STRICT_MODEL
-
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[str | ContentParts, WrapValidator(_content)] = []
+    content: Annotated[str | ContentParts, WrapValidator(_content)] = Field(default=[])
     tool_calls: Annotated[list[ToolCall], SHORT_LIST] | None = None
     function_call: CalledFunction | None = None
 
@@ -349,18 +328,14 @@ class Message(BaseModel):
         return "\n".join(part.text for part in self.content)
 
 
-class Function(BaseModel):
-    model_config = STRICT_MODEL
-
+class Function(StrictModel):
     name: Name
     description: str | None = None
     parameters: Object | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = STRICT_MODEL
-
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
@@ -429,9 +404,7 @@ class TokensBody(GenerationBody):
         return self.logprobs
 
 
-class PassthroughBody(BaseModel):
-    model_config = STRICT_MODEL
-
+class PassthroughBody(StrictModel):
     model: Text = ""
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -443,10 +416,8 @@ class PassthroughBody(BaseModel):
     nvext: NvExt | None = None
 
 
-class EmbeddingBody(BaseModel):
+class EmbeddingBody(StrictModel):
     """The OpenAI request for embeddings. `input`: texts and lists of tokens."""
-
-    model_config = STRICT_MODEL
 
     model: Text = ""
     input: Inputs
