@@ -5,7 +5,6 @@ dispatch.py            write decision and assignment for a worker with room
 admission.py           wait for such a worker; or refuse, or defer a request
 scheduler.py           the tasks of requests that wait in the router's queue
 remaining_work.py      the rest of a request, and whether it can be continued
-assignment_records.py  the records of a decision and of its work
 failover.py            move a request to another worker
 termination.py         end a request
 lane_backpressure.py   pause a lane whose topics take no appends

@@ -19,9 +19,8 @@ from kvlane.streams.brokers.broker import (
     ReportLine,
 )
 from kvlane.streams.brokers.docker import DockerBroker
-from kvlane.streams.brokers.jvm import JvmBroker
+from kvlane.streams.brokers.jvm import JvmBroker, JvmNode
 from kvlane.streams.brokers.jvm_artifacts import jars, java_tool
-from kvlane.streams.brokers.jvm_node import JvmNode
 from kvlane.streams.errors import NoLocalBroker
 
 __all__ = [

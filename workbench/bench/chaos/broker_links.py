@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from kvlane.app.local.deployment import DeploymentPart
 from kvlane.streams.brokers.broker import LOOPBACK
 from kvlane.streams.brokers.broker_factory import JvmBroker
-from kvlane.streams.brokers.jvm_node import LinkPorts
+from kvlane.streams.brokers.jvm import LinkPorts
 from workbench.bench.bench_environment import BenchEnvironment
 
 LinkEnds = tuple[str, int]

@@ -15,7 +15,7 @@ from kvlane.app.engine.attached.server_errors import (
     error_of_event,
 )
 from kvlane.app.engine.attached.server_metrics import read_metrics
-from kvlane.app.engine.attached.token_completion import Retokenizer
+from kvlane.app.engine.attached.token_engine import Retokenizer
 from kvlane.app.engine.interface import EngineFull, InvalidRequest
 from kvlane.app.engine.output_values import LOWEST_LOG_PROB
 from kvlane.streams.codecs import pack_tokens

@@ -19,8 +19,7 @@ from kvlane.streams.ports import Entry, Partition
 from kvlane.streams.records import Ended, LogRecord, ModelCard, SnapshotPointer, Tombstone
 from kvlane.streams.topics import LEDGER, REGISTRY, SNAPSHOTS
 from kvlane.streams.views.follower import Follower
-from kvlane.streams.views.snapshot_parts import SLICE_BYTES
-from kvlane.streams.views.snapshot_store import SnapshotStore, capture, pointer_key
+from kvlane.streams.views.snapshot_store import SLICE_BYTES, SnapshotStore, capture, pointer_key
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from kvlane.streams.brokers.broker import LOOPBACK, free_ports
-from kvlane.streams.brokers.jvm import add_links
-from kvlane.streams.brokers.jvm_node import LinkPorts
+from kvlane.streams.brokers.jvm import LinkPorts, add_links
 from workbench.bench.chaos.broker_links import BrokerLink
 
 

@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlane.app.routing.queueing.fair_share import ClassConfig, FairQueue, QueueKey, ShareCost
-from kvlane.app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, ReservedRequests
-from kvlane.app.routing.queueing.reservation_columns import MIN_ROWS, ReservationColumns
+from kvlane.app.routing.queueing.pending import (
+    MAX_WAKEUPS,
+    MIN_ROWS,
+    PendingRequest,
+    ReservationColumns,
+    ReservedRequests,
+)
 from kvlane.app.routing.selection.candidate_table import NO_ROW, CandidateTable
 from kvlane.app.routing.selection.decision import Reservation
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
