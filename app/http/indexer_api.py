@@ -159,7 +159,7 @@ class IndexerApi:
                         for rank, size in ranks
                     ],
                 }
-            )  # fmt: skip
+            )
         return json_response({"workers": rows})
 
     async def dump(self) -> Response:

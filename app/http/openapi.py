@@ -87,19 +87,17 @@ _WIDER: Mapping[str, Mapping[str, JsonObject]] = {
         "tool_choice": _nullable(
             {"enum": ["none", "auto", "required"]},
             _object(type={"const": "function"}, function=_object(name={"type": "string"})),
-        ),
+        )
     },
     "CompletionBody": {"prompt": _texts({"type": "string"})},
     "EmbeddingBody": {"input": _texts({"type": "string", "minLength": 1})},
-    "Message": {
-        "content": _text_or_list({"$ref": _REF.format(model="TextPart")})
-    },
+    "Message": {"content": _text_or_list({"$ref": _REF.format(model="TextPart")})},
     "MessageTurn": {"content": _OBJECTS},
     "ResponsesBody": {"input": _OBJECTS},
     "ToolResultBlock": {"content": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
     "MessagesBody": {"system": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
     "CountBody": {"system": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
-}  # fmt: skip
+}
 """Fields whose validators accept more than their annotations, by the model's name."""
 _MODEL_NAME = {"type": "string", "minLength": 1, "maxLength": 200, "examples": ["demo"]}
 """Over Kafka `model` may be left out, here it may not."""
@@ -232,7 +230,7 @@ _HEADERS_IN = [
     _parameter(
         "x-kvlane-detach", "header", "true: it continues after its client has disconnected", _STRING
     ),
-]  # fmt: skip
+]
 _VERSION = _parameter(
     VERSION_HEADER, "header", "With it the models have the form of Anthropic's API", _STRING
 )

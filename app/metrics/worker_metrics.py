@@ -68,7 +68,7 @@ class WorkerMetrics(MetricSet):
                 ("malformed_tool_calls", "Tool calls that stayed text, or ended at a fault"),
                 ("unfit_replays", "Answers that did not continue: versions of workers differ"),
             )
-        )  # fmt: skip
+        )
         self.read(partial(_state_families, worker))
 
     async def page(self) -> bytes:

@@ -158,13 +158,11 @@ class ResponseEncoder(ItemEncoder):
         usage = self.usage
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": usage.cached_tokens, "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }  # fmt: skip
+        }
 
 
 def _kind(item: AnswerItem) -> str:

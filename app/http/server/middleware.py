@@ -46,9 +46,7 @@ _PREFIXES = {
     "/v1/responses": "responses",
 }
 _OTHER = "other"
-_STATUSES = (
-    200, 202, 400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 429, 499, 500, 503, 529,
-)  # fmt: skip
+_STATUSES = (200, 202, 400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 429, 499, 500, 503, 529)
 """Of kvlane's own answers; those of attached servers have others, too."""
 
 

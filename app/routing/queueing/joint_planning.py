@@ -180,9 +180,7 @@ def _tentative_plans(
     now_ms = by.state.now_ms
     plans = []
     for wanted, at, found in zip(looking, chosen, best, strict=True):
-        outlook = forecast(
-            found, table, at, now_ms, wanted.since_ms, by.config, wanted.deadline_ms
-        )  # fmt: skip
+        outlook = forecast(found, table, at, now_ms, wanted.since_ms, by.config, wanted.deadline_ms)
         assert outlook.reservation is not None
         plans.append(TentativePlan(outlook.reservation, wait_for_rank(outlook, now_ms)))
     return plans

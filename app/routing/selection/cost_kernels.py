@@ -210,9 +210,7 @@ def _wait_for_steps(
         return StepWait(rest_ms, 0.0, alone_ms, 0.0)
     age_ms, found_ms = spot[JOINING_MS], 2 * rest_ms
     if age_ms <= 0:
-        return _wait_after(
-            spot, tokens, alone_ms, step_ms, shares, rest_ms, joining, joining_runs
-        )  # fmt: skip
+        return _wait_after(spot, tokens, alone_ms, step_ms, shares, rest_ms, joining, joining_runs)
     has_begun = min(age_ms / found_ms, 1.0) if found_ms > 0 else 1.0
     since_ms = age_ms - found_ms / 2 if has_begun >= 1 else age_ms / 2
     left_ms = _prefill_ms(spot, joining, step_ms) - since_ms
@@ -220,9 +218,7 @@ def _wait_for_steps(
     if has_begun >= 1:
         return StepWait(wait_ms, left_ms, alone_ms, 0.0)
     rest_ms = (found_ms - age_ms) / 2
-    later = _wait_after(
-        spot, tokens, alone_ms, step_ms, shares, rest_ms, joining, joining_runs
-    )  # fmt: skip
+    later = _wait_after(spot, tokens, alone_ms, step_ms, shares, rest_ms, joining, joining_runs)
     waits = 1.0 - has_begun
     return StepWait(
         has_begun * wait_ms + waits * later.wait_ms,
@@ -409,9 +405,7 @@ def predict_costs(
     they are. `most_held` and `least_runs` may be UNKNOWN. `part`: of the request; only that of
     decode has a `transfer_ms`, until the blocks of the prompt are there.
     """
-    most = _settle(
-        spots, blocks, others_at, others_ms, block_size, prompt_tokens, weight, found
-    )  # fmt: skip
+    most = _settle(spots, blocks, others_at, others_ms, block_size, prompt_tokens, weight, found)
     if most_held != UNKNOWN:
         most = most_held
     if least_runs == UNKNOWN:
