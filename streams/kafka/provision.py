@@ -62,13 +62,16 @@ _OF_THE_TABLE: Mapping[str, int] = MappingProxyType({})
 
 
 class TopicState(NamedTuple):
-    """The state of one topic of the table. Names are short; `partitions` 0: missing."""
+    """The state of one topic of the table. Names are short; `partitions` 0: missing. `replicas`: of
+    the partition with the fewest, of which `min_insync` have to acknowledge a record."""
 
     name: str
     exists: bool
     partitions: int
     expected_partitions: int
     differing_configs: Mapping[str, tuple[str, str]]  # name: (is, should)
+    replicas: int = 0
+    min_insync: int = 0
 
     @property
     def is_as_expected(self) -> bool:
@@ -146,9 +149,13 @@ async def describe_topics(
                     differing[name] = (value, should)
             if min(replicas) != replication:
                 differing[REPLICATION] = (str(min(replicas)), str(replication))
+        in_sync = int(settings[topic.name].get("min.insync.replicas") or 0) if replicas else 0
         states.append(
-            TopicState(topic.name, bool(replicas), len(replicas), expected[topic.name], differing)
-        )
+            TopicState(
+                topic.name, bool(replicas), len(replicas), expected[topic.name], differing,
+                min(replicas, default=0), in_sync,
+            )
+        )  # fmt: skip
     return states
 
 

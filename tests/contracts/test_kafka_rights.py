@@ -18,13 +18,14 @@ from kvlane.streams.brokers.broker import LOOPBACK, free_ports
 from kvlane.streams.brokers.broker_factory import JvmBroker, java_tool
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.errors import AccessDenied, BrokerUnavailable
+from kvlane.streams.kafka.broker_state import missing_rights
 from kvlane.streams.kafka.connection_options import ConnectionOptions, SecurityProtocol
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.kafka.provision import create_topics, describe_topics
 from kvlane.streams.ports import Entry, Partition
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Fencing
-from kvlane.streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS, required_acls
+from kvlane.streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS, AclRule, required_acls
 from kvlane.streams.views.follower import Follower
 from tests.harness.recording_view import RecordingView
 
@@ -247,3 +248,21 @@ async def test_permitted_operations_of_a_role_succeed(broker: Guarded) -> None:
     async with opened(broker, "guest") as log:
         assert await log.end_offsets(LEDGER, [0]) == {0: 0}
         assert await log.append(PROMPTS, Entry(b"key", b"value"), 0)
+
+
+async def test_missing_rights_are_found_without_the_use_of_any(broker: Guarded) -> None:
+    had = [
+        AclRule("guest", "Describe", "topic", ""), AclRule("guest", "Write", "topic", PROMPTS),
+    ]  # fmt: skip
+    lacks = [
+        AclRule("guest", "Read", "topic", PROMPTS), AclRule("guest", "Write", "topic", LEDGER),
+        AclRule("guest", "Read", "group", "indexer"),
+        AclRule("guest", "Write", "transactional-id", "collector-", is_prefix=True),
+    ]  # fmt: skip
+    async with opened(broker, "guest") as log:
+        before = await log.end_offsets(PROMPTS, [0])
+        assert await missing_rights(log, [*had, *lacks], [PROMPTS, LEDGER]) == lacks
+        assert await log.end_offsets(PROMPTS, [0]) == before
+        operator = AclRule("operator", "All", "topic", "")
+        missing = await missing_rights(log, [operator], [LEDGER])
+        assert [rule.operation for rule in missing] == ["Read", "Write"]
