@@ -21,7 +21,7 @@ from kvlane.streams.reading.range_reader import NO_DATA_TIMEOUT_S, Progress
 from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.records import LogRecord
 from kvlane.streams.topics import BATCH_JOBS, HOUR_MS, REGISTRY
-from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.follower import Follower, OnApplied
 
 MAX_WINDOW_MS = HOUR_MS
 """Requests are kept for so long, and runs end within it."""
@@ -34,14 +34,20 @@ _POLL_S = 0.05
 class FleetReader:
     """A fleet that is being read. `since_ms`: wall time from which on records are read."""
 
-    def __init__(self, log: Log, clock: Clock, since_ms: int) -> None:
+    def __init__(
+        self, log: Log, clock: Clock, since_ms: int, on_applied: OnApplied | None = None
+    ) -> None:
         self.log = log
         self.clock = clock
         self.since_ms = since_ms
         self.window_ms = max(1, clock.wall_ms() - since_ms)
         self.view = FleetView(self.window_ms)
         self._broker_clock = BrokerClock(clock)
+        self._on_applied = on_applied
         self._live_s = -math.inf
+        self.ahead_ms: dict[Partition, int] = {}
+        """By partition, how far the time of a record was ahead of this machine's when it was read,
+        of records that came while the reader waited for them."""
         self.follower = Follower(
             log, self.view, SOURCES, clock, broker_clock=self._broker_clock, start=self._start,
             on_applied=self._applied,
@@ -61,9 +67,13 @@ class FleetReader:
             return broker_ms
         return max(broker_ms, self.clock.wall_ms())
 
-    def _applied(self, source: Partition, _: Sequence[LogRecord]) -> None:
+    def _applied(self, source: Partition, log_records: Sequence[LogRecord]) -> None:
         if self.follower.caught_up and source.topic != REGISTRY:
             self._live_s = self.clock.now()
+            ahead_ms = log_records[-1].timestamp_ms - self.clock.wall_ms()
+            self.ahead_ms[source] = max(ahead_ms, self.ahead_ms.get(source, ahead_ms))
+        if self._on_applied is not None:
+            self._on_applied(source, log_records)
 
     async def _start(self, source: Partition) -> int:
         if source.topic == REGISTRY:
@@ -73,11 +83,15 @@ class FleetReader:
 
 @asynccontextmanager
 async def reading_fleet(
-    log: Log, clock: Clock, since: str, progress: Progress = lambda _done, _total: None
+    log: Log,
+    clock: Clock,
+    since: str,
+    progress: Progress = lambda _done, _total: None,
+    on_applied: OnApplied | None = None,
 ) -> AsyncIterator[FleetReader]:
     """The fleet since a time (`-5m`), read up to now and kept up to date until the end of the
     block. Raises InvalidTime, BrokerUnavailable, AccessDenied, NewerRecord."""
-    reader = FleetReader(log, clock, window_start(since, clock.wall_ms()))
+    reader = FleetReader(log, clock, window_start(since, clock.wall_ms()), on_applied)
     try:
         await _catch_up(reader.follower, reader.following, clock, progress)
         await clock.sleep(OBSERVE_S)

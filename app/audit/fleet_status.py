@@ -90,7 +90,8 @@ class TopicSampler:
         for name, ends in self._last.items():
             lag = late = None
             if name in positions:
-                lag, late = await self._behind(name, positions[name], ends, reader.now_ms())
+                before_ms = reader.now_ms() - LATE_MS
+                lag, late = await unread_records(self._log, name, positions[name], ends, before_ms)
             appended = sum(ends.values()) - sum(before[name].values())
             rows.append(TopicRow(name, round(appended / elapsed_s, 1), lag, late))
         return rows
@@ -105,20 +106,22 @@ class TopicSampler:
     async def _ends(self, topic: str) -> dict[int, int]:
         return await self._log.end_offsets(topic, range(await self._log.partitions(topic)))
 
-    async def _behind(
-        self, topic: str, read: Mapping[int, int], ends: Mapping[int, int], now_ms: int
-    ) -> tuple[int, int]:
-        """Records after the positions `read`, and those that are late. A partition without a
-        position counts from its first record: there its reader would begin."""
-        starts = await self._log.start_offsets(topic, list(ends))
-        lag = late = 0
-        for partition, end in ends.items():
-            position = max(read.get(partition, 0), starts[partition])
-            if end > position:
-                lag += end - position
-                old = await self._log.offset_at(topic, partition, now_ms - LATE_MS)
-                late += max(0, old - position)
-        return lag, late
+
+async def unread_records(
+    log: Log, topic: str, read: Mapping[int, int], ends: Mapping[int, int], before_ms: int
+) -> tuple[int, int]:
+    """Records after the positions `read`, and those of them appended before a time. A partition
+    without a position counts from its first record: there its reader would begin. Raises
+    BrokerUnavailable, AccessDenied."""
+    starts = await log.start_offsets(topic, list(ends))
+    lag = late = 0
+    for partition, end in ends.items():
+        position = max(read.get(partition, 0), starts[partition])
+        if end > position:
+            lag += end - position
+            old = await log.offset_at(topic, partition, before_ms)
+            late += max(0, old - position)
+    return lag, late
 
 
 async def fleet_status(reader: FleetReader, sampler: TopicSampler, timeout_s: float) -> FleetStatus:
