@@ -8,111 +8,25 @@ import pytest
 
 from kvlane.app.audit import fleet_view
 from kvlane.app.audit.drift import MIN_RUNS
-from kvlane.app.audit.fleet_rows import (
-    RequestRow,
-    WorkerRow,
-    ended_requests_of,
-    lane_rows,
-    model_rows,
-    open_requests_of,
-    wait_rows,
-    worker_rows,
-)
-from kvlane.app.audit.fleet_view import FleetView
-from kvlane.streams.codecs import AnyRecord, pack_tokens
-from kvlane.streams.ports import Partition
+from kvlane.app.audit.fleet_rows import lane_rows, model_rows, open_requests_of, wait_rows
 from kvlane.streams.records import (
-    Assigned,
     Candidate,
     Cordon,
     Ended,
-    EngineConfig,
     EngineStats,
     Fencing,
     Finished,
-    Heartbeat,
-    LogRecord,
     Lost,
     ModelCard,
     PrefillDone,
     Refused,
     ReportedWaits,
-    RequestOffset,
     RouterCapacity,
     RunProgress,
-    Started,
     Tombstone,
-    WorkerCard,
 )
-from kvlane.streams.request import Request
 from kvlane.streams.topics import CAPACITY, KV_EVENTS, LEDGER, REGISTRY, REQUESTS
-
-NOW_MS = 1_790_000_000_000
-WINDOW_MS = 300_000
-TIMEOUT_S = 5.0
-ORIGIN = RequestOffset(topic=REQUESTS, partition=0, offset=0)
-
-
-class MadeFleet:
-    """A view, with records that are appended to partition 0 of their topics."""
-
-    def __init__(self) -> None:
-        self.view = FleetView(WINDOW_MS)
-        self.offsets: dict[str, int] = {}
-        for topic in fleet_view.SOURCES:
-            self.view.apply(Partition(topic, 0), (), 0)
-
-    def append(self, topic: str, record: AnyRecord, after_ms: int = 0) -> int:
-        offset = self.offsets.get(topic, 0)
-        self.offsets[topic] = offset + 1
-        log_record = LogRecord(offset, NOW_MS + after_ms, record)
-        self.view.apply(Partition(topic, 0), [log_record], offset + 1)
-        return offset
-
-    def register(
-        self, worker: str, model: str = "demo", after_ms: int = -60_000, role: str = "aggregated"
-    ) -> int:
-        card: dict[str, Any] = {
-            "id": worker, "slot": 0, "model": model, "role": role,
-            "config": EngineConfig(model=model), "versions": {"vllm": "0.32"},
-        }  # fmt: skip
-        epoch = self.append(REGISTRY, WorkerCard(**card), after_ms)
-        self.append(REGISTRY, WorkerCard(**card, epoch=epoch), after_ms)
-        return epoch
-
-    def beat(self, worker: str, epoch: int, after_ms: int = 0, **over: Any) -> None:
-        beat = Heartbeat(worker=worker, epoch=epoch, slot_offset=0, **over)
-        self.append(KV_EVENTS, beat, after_ms)
-
-    def ask(self, request_id: str, after_ms: int = 0, **over: Any) -> None:
-        fields = {"model": "demo", "tenant": "acme", "token_ids": pack_tokens(range(100))}
-        self.append(REQUESTS, Request(id=request_id, **(fields | over)), after_ms)
-
-    def assign(self, request_id: str, epoch: int, after_ms: int = 0, **over: Any) -> dict[str, Any]:
-        run = {
-            "id": request_id,
-            "attempt": 0,
-            "phase": "aggregated",
-            "worker": "w1",
-            "epoch": epoch,
-        } | {name: over.pop(name) for name in ("attempt", "phase", "worker") if name in over}
-        fields = {"origin": ORIGIN, "responses_from": 0, "prompt_tokens": 100}
-        decision = Assigned(**run, deadline_ms=NOW_MS + 600_000, **(fields | over))  # type: ignore[arg-type]
-        self.append(LEDGER, decision, after_ms)
-        return run
-
-    def start(self, run: dict[str, Any], after_ms: int = 0) -> None:
-        fields = {"origin": ORIGIN, "responses_from": 0, "deadline_ms": NOW_MS + 600_000}
-        self.append(LEDGER, Started(**run, run=1, **fields), after_ms)  # type: ignore[arg-type]
-
-    def workers(self, now_ms: int = NOW_MS) -> dict[str, WorkerRow]:
-        return {row.id: row for row in worker_rows(self.view, now_ms, TIMEOUT_S)}
-
-    def open(self, now_ms: int = NOW_MS) -> dict[str, RequestRow]:
-        return {row.id: row for row in open_requests_of(self.view, now_ms)}
-
-    def ended(self) -> dict[str, RequestRow]:
-        return {row.id: row for row in ended_requests_of(self.view)}
+from tests.harness.made_fleet import NOW_MS, TIMEOUT_S, WINDOW_MS, MadeFleet
 
 
 @pytest.fixture
