@@ -27,10 +27,10 @@ from kvlane.app.commands import (
     worker_commands,
 )
 from kvlane.app.commands.console import escape_lines
-from kvlane.app.commands.fleet import fleet_commands
+from kvlane.app.commands.fleet import doctor_command, fleet_commands
 from kvlane.app.commands.simulation import simulate_command, size_command
 
-_ERROR_CODES = {"status": 3}
+_ERROR_CODES = {"status": 3, "doctor": 3}
 """Exit codes of errors, of commands whose exit code 1 is a result."""
 
 
@@ -88,6 +88,7 @@ app.command()(request_commands.follow)
 app.command()(request_commands.cancel)
 app.command()(fleet_commands.status)
 app.command()(fleet_commands.top)
+app.command()(doctor_command.doctor)
 app.command()(fleet_commands.requests)
 app.command()(fleet_commands.queue)
 app.command()(audit_commands.explain)
