@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import nlargest
 from typing import Literal
 
 import msgspec
@@ -24,6 +25,7 @@ from kvlane.streams.topics import REQUESTS, lane_of
 
 ShownState = WorkerState | Literal["starting", "silent", "lost"]
 ShownPhase = Literal["queued", "assigned", "prefill", "decode", "ended"]
+EndedShown = Literal["ended", "slow", "failed"]
 _PHASES: dict[RunState, ShownPhase] = {
     "assigned": "assigned", "started": "prefill", "prefilled": "decode",
 }  # fmt: skip
@@ -35,7 +37,8 @@ _OVERDUE_MS = 60_000
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """A worker. `running`, `waiting`: runs in its engine, and before."""
+    """A worker. `running`, `waiting`: runs in its engine, and before. `kv_blocks`: blocks of its KV
+    cache, `kv_used_blocks` of them in use. `step_ms`: mean time of an engine step lately."""
 
     id: str
     model: str
@@ -53,6 +56,9 @@ class WorkerRow(msgspec.Struct, frozen=True):
     ttft_error: float | None = None
     itl_error: float | None = None
     versions: dict[str, str] = {}
+    step_ms: float | None = None
+    kv_used_blocks: int | None = None
+    kv_blocks: int | None = None
 
 
 class ModelRow(msgspec.Struct, frozen=True):
@@ -149,13 +155,16 @@ def _worker_row(view: FleetView, member: FleetMember, now_ms: int, timeout_s: fl
         last = beat = None
     errors, cordon = view.drift.summary_of([worker], now_ms), view.fleet.cordons.get(worker)
     state, age_s = _state(view, member, now_ms, timeout_s)
-    running = waiting = kv_use = None
+    running = waiting = kv_use = used = blocks = None
     if beat is not None:
         running, waiting = len(beat.running) - beat.waiting, beat.waiting
         if beat.engine is not None:
             running, waiting = beat.engine.running, waiting + beat.engine.waiting
             if beat.engine.kv_total_blocks:
-                kv_use = _rounded(beat.engine.kv_used_blocks / beat.engine.kv_total_blocks)
+                used, blocks = beat.engine.kv_used_blocks, beat.engine.kv_total_blocks
+                kv_use = _rounded(used / blocks)
+    steps = view.steps.get(worker)
+    step_ms = steps.step_ms if steps is not None and steps.epoch == member.epoch else None
     return WorkerRow(
         worker, card.model, card.role, state, member.epoch,
         "" if cordon is None else "evacuating" if cordon.evacuates else "cordoned",
@@ -163,6 +172,7 @@ def _worker_row(view: FleetView, member: FleetMember, now_ms: int, timeout_s: fl
         _rounded(view.drift.hit_rate(worker, now_ms)),
         _rounded(errors.ttft_error and errors.ttft_error.median),
         _rounded(errors.itl_error and errors.itl_error.median), card.versions,
+        None if step_ms is None else round(step_ms, 1), used, blocks,
     )  # fmt: skip
 
 
@@ -233,13 +243,14 @@ def alias_rows(view: FleetView, models: Sequence[ModelRow]) -> list[AliasRow]:
     return rows
 
 
-def open_requests_of(view: FleetView, now_ms: int) -> list[RequestRow]:
-    """The open requests, the oldest first."""
+def open_requests_of(
+    view: FleetView, now_ms: int, *, model: str = "", tenant: str = ""
+) -> list[RequestRow]:
+    """The open requests, the oldest first; of a model, and of a tenant, if one is given."""
     runs = _reported_runs(view)
     rows: dict[str, RequestRow] = {}
-    for request_id, facts in view.requests.items():
-        if facts.code:
-            continue
+    for request_id in view.open_ids:
+        facts = view.requests[request_id]
         lane = view.lanes.get(facts.lane)
         state = None if lane is None else lane.requests.get(request_id)
         if (state is not None and state.is_known) or _waits(facts, now_ms):
@@ -251,7 +262,9 @@ def open_requests_of(view: FleetView, now_ms: int) -> list[RequestRow]:
         known = view.requests.get(request_id)
         if request_id not in rows and (known is None or not (known.code or known.began_ms)):
             rows[request_id] = row
-    return sorted(rows.values(), key=lambda row: (row.age_s is not None, -(row.age_s or 0), row.id))
+    found = [r for r in rows.values() if r.model == (model or r.model)]
+    found = [r for r in found if r.tenant == (tenant or r.tenant)]
+    return sorted(found, key=lambda row: (row.age_s is not None, -(row.age_s or 0), row.id))
 
 
 def _waits(facts: RequestFacts, now_ms: int) -> bool:
@@ -316,16 +329,37 @@ def _model_of(view: FleetView, worker: str) -> str:
     return "" if card is None else card.model
 
 
-def ended_requests_of(view: FleetView) -> list[RequestRow]:
-    """The requests that ended in the window, the last ones first."""
-    found = sorted((facts.ended_ms, name) for name, facts in view.requests.items() if facts.code)
+def ended_requests_of(
+    view: FleetView,
+    shown: EndedShown = "ended",
+    *,
+    since_ms: int = 0,
+    model: str = "",
+    tenant: str = "",
+    most: int | None = None,
+) -> list[RequestRow]:
+    """The requests that ended in the window, the last ones first, of `slow` the slowest; at most
+    `most`. `since_ms`: begin of those whose begin is unknown."""
+
+    def is_shown(facts: RequestFacts) -> bool:
+        if not facts.code or (shown == "failed" and facts.code in COMPLETED):
+            return False
+        return tenant in ("", facts.tenant) and model in ("", _model_named(view, facts))
+
+    def rank(facts: RequestFacts) -> int:
+        return facts.ended_ms - ((facts.began_ms or since_ms) if shown == "slow" else 0)
+
+    found = [(rank(facts), name) for name, facts in view.requests.items() if is_shown(facts)]
     rows = []
-    for _, name in reversed(found):
+    for _, name in sorted(found, reverse=True) if most is None else nlargest(most, found):
         facts = view.requests[name]
-        model = facts.model or _model_of(view, facts.worker)
         end = (facts.worker, facts.output_tokens, facts.ended_ms)
-        rows.append(_row(name, facts, model, "ended", *end))
+        rows.append(_row(name, facts, _model_named(view, facts), "ended", *end))
     return rows
+
+
+def _model_named(view: FleetView, facts: RequestFacts) -> str:
+    return facts.model or _model_of(view, facts.worker)
 
 
 def _row(

@@ -77,6 +77,17 @@ class LostWorker(msgspec.Struct, frozen=True):
     silent_ms: int
 
 
+class EngineSteps(msgspec.Struct, frozen=True):
+    """The steps of a worker's engine at its last heartbeat. `step_ms`: mean time of those since the
+    heartbeat before; None: it was idle."""
+
+    epoch: int
+    at_ms: int
+    steps: int
+    is_busy: bool
+    step_ms: float | None = None
+
+
 class FleetView:
     name = "recent fleet"
 
@@ -90,8 +101,11 @@ class FleetView:
         """The newest `MAX_CARDS` of all workers, also of those that are gone."""
         self.heartbeats: dict[str, Heartbeat] = {}
         """Those in `fleet.heartbeats`, with all their figures."""
+        self.steps: dict[str, EngineSteps] = {}
         self.lost: dict[str, LostWorker] = {}
         self.requests: dict[str, RequestFacts] = {}
+        self.open_ids: set[str] = set()
+        """Of requests that have not ended."""
         self._window_ms = window_ms
         self._loads = RunLoads(ActiveLoad(), BatchRuns())
         self.left_out = 0
@@ -134,6 +148,7 @@ class FleetView:
             last = self.fleet.heartbeats.get(record.worker)
             if last is not None and last.epoch == record.epoch:
                 self.heartbeats[record.worker] = record
+                self._count_steps(record, log_record.timestamp_ms)
         elif isinstance(record, WorkerCard):
             self.cards.pop(record.id, None)
             self.cards[record.id] = record
@@ -142,6 +157,16 @@ class FleetView:
         elif isinstance(record, Lost):
             at_ms = log_record.timestamp_ms
             self.lost[record.worker] = LostWorker(record.epoch, at_ms, record.silent_ms)
+
+    def _count_steps(self, record: Heartbeat, at_ms: int) -> None:
+        engine, last = record.engine, self.steps.get(record.worker)
+        if engine is None:
+            return
+        step_ms, is_busy = None, engine.running > 0
+        if last is not None and last.epoch == record.epoch and last.is_busy and is_busy:
+            count = engine.steps - last.steps
+            step_ms = (at_ms - last.at_ms) / count if count > 0 else None
+        self.steps[record.worker] = EngineSteps(record.epoch, at_ms, engine.steps, is_busy, step_ms)
 
     def _on_request(self, lane: int, log_record: LogRecord) -> None:
         record, at_ms = log_record.record, log_record.timestamp_ms
@@ -185,6 +210,7 @@ class FleetView:
             facts.code = last_code(state)  # its decision came before the records that were read
         if facts.code:
             facts.ended_ms = at_ms
+            self.open_ids.discard(record.id)
             heappush(self._ended, (facts.ended_ms, record.id))
 
     def _has_dropped(self, number: int, request_id: str, began_ms: int) -> bool:
@@ -198,6 +224,7 @@ class FleetView:
         facts = self.requests.get(request_id)
         if facts is None:
             facts = self.requests[request_id] = RequestFacts(lane)
+            self.open_ids.add(request_id)
         facts.last_ms = max(facts.last_ms, at_ms)
         return facts
 
@@ -211,13 +238,15 @@ class FleetView:
             return
         self._swept_ms = now_ms
         # Their record is deleted by now: a request that still waits has been appended again.
-        old = [n for n, f in self.requests.items() if not f.code and f.last_ms < now_ms - HOUR_MS]
+        old = [n for n in self.open_ids if self.requests[n].last_ms < now_ms - HOUR_MS]
         for request_id in old:
             del self.requests[request_id]
+        self.open_ids.difference_update(old)
         self.reports.expire()
         self.lost = {w: lost for w, lost in self.lost.items() if lost.at_ms >= since_ms}
         known = self.fleet.heartbeats
         self.heartbeats = {w: beat for w, beat in self.heartbeats.items() if w in known}
+        self.steps = {w: steps for w, steps in self.steps.items() if w in known}
 
 
 def _note(facts: RequestFacts, record: LedgerRecord, at_ms: int) -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvlane.app.audit.fleet_reader import FleetReader
-    from kvlane.app.audit.fleet_rows import RequestRow
     from kvlane.app.audit.fleet_status import FleetStatus, TopicSampler
     from kvlane.app.audit.fleet_view import FleetView
 
@@ -106,7 +105,7 @@ def requests(
 
     - `kvlane requests --failed --json -`
     """
-    from kvlane.app.audit.fleet_rows import COMPLETED, ended_requests_of, open_requests_of
+    from kvlane.app.audit.fleet_rows import ended_requests_of, open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import ended_view, open_table
 
     if slow and failed:
@@ -114,23 +113,13 @@ def requests(
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
         view = fleet.reader.view
-        rows: list[RequestRow] = (
-            ended_requests_of(view) if slow or failed else open_requests_of(view, fleet.now_ms)
-        )
-        rows = [
-            row
-            for row in rows
-            if row.model == (model or row.model) and row.tenant == (tenant or row.tenant)
-        ]
-        if failed:
-            rows = [row for row in rows if row.code not in COMPLETED]
-        if slow:
-            since_ms = fleet.reader.since_ms  # requests of an unknown time began before it
-
-            def least_ms(row: RequestRow) -> int:
-                return row.total_ms if row.total_ms is not None else (row.ended_ms or 0) - since_ms
-
-            rows = sorted(rows, key=least_ms, reverse=True)[:slow]
+        if slow or failed:
+            rows = ended_requests_of(
+                view, "slow" if slow else "failed", since_ms=fleet.reader.since_ms, model=model,
+                tenant=tenant, most=slow,
+            )  # fmt: skip
+        else:
+            rows = open_requests_of(view, fleet.now_ms, model=model, tenant=tenant)
         return fleet.rows("requests", rows) | {"left_out": view.left_out}
 
     found = _read(since, read)

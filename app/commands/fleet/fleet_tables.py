@@ -56,6 +56,7 @@ _number = _numbers(str)
 _rate = _numbers("{:.1f}".format)
 _share = _numbers("{:.0%}".format)
 _seconds = _numbers("{:.1f} s".format)
+_decimal_ms = _numbers("{:.1f} ms".format)
 _milliseconds = _numbers("{} ms".format)
 _time = _numbers(lambda second: format_time(second * 1000)[:19])
 
@@ -71,9 +72,9 @@ _WORKERS: Sequence[FleetColumn] = (
     ("worker", "id", _id), ("state", "state", _state), ("order", "order", _id),
     ("model", "model", _text), ("role", "role", _text), ("epoch", "epoch", _number),
     ("running", "running", _number), ("waiting", "waiting", _number), ("KV", "kv_use", _share),
-    ("hits", "hit_rate", _share), ("TTFT error", "ttft_error", _share),
-    ("ITL error", "itl_error", _share), ("heartbeat", "heartbeat_age_s", _seconds),
-    ("reason", "reason", _text),
+    ("hits", "hit_rate", _share), ("step", "step_ms", _decimal_ms),
+    ("TTFT error", "ttft_error", _share), ("ITL error", "itl_error", _share),
+    ("heartbeat", "heartbeat_age_s", _seconds), ("reason", "reason", _text),
 )  # fmt: skip
 _MODELS: Sequence[FleetColumn] = (
     ("model", "name", _id), ("kind", "kind", _text), ("workers", "workers", _number),

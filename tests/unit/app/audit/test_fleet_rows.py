@@ -82,6 +82,19 @@ def test_worker_is_silent_after_its_time_out_and_unknown_before_a_heartbeat(
     assert later["old"].heartbeat_age_s is None
 
 
+def test_step_time_is_that_of_a_busy_engine_between_two_heartbeats(fleet: MadeFleet) -> None:
+    epoch = fleet.register("w1")
+    times = []
+    for running, steps in ((0, 100), (2, 110), (2, 160), (1, 160), (1, 180)):
+        fleet.beat("w1", epoch, len(times) * 1000, engine=EngineStats(running=running, steps=steps))
+        times.append(fleet.workers()["w1"].step_ms)
+    assert times == [None, None, 20.0, None, 50.0]
+    again = fleet.register("w1")
+    assert fleet.workers()["w1"].step_ms is None
+    fleet.beat("w1", again, 6000, engine=EngineStats(running=1, steps=400))
+    assert fleet.workers()["w1"].step_ms is None
+
+
 def test_lost_worker_is_shown_after_its_card_is_removed(fleet: MadeFleet) -> None:
     epoch = fleet.register("w1")
     fleet.append(KV_EVENTS, Lost(worker="w1", epoch=epoch, silent_ms=5000), -2000)
