@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from kvlane.app.batches.batch_log import BatchLog
 from kvlane.app.batches.file_store import FileStore
 from kvlane.app.http import gateway_api
+from kvlane.app.http.console.console_endpoint import ConsoleEndpoint
 from kvlane.app.http.gateway_api import GatewayHealth
 from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
@@ -93,7 +94,8 @@ class Gateway:
             self._access, self._batches, FileStore(log, ctx.clock),
             RequestIds(ctx.clock, rng or random.SystemRandom()), log,
         )  # fmt: skip
-        self.http: FastAPI = gateway_api.build_app(self.parts)
+        console = ConsoleEndpoint(self.parts, pool) if settings.console else None
+        self.http: FastAPI = gateway_api.build_app(self.parts, console)
         self._server: UvicornServer | None = None
 
     @property

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from kvlane.app.audit.fleet_view import SOURCES, FleetView
+from kvlane.app.audit.fleet_view import SOURCES, FleetView, OnEnded
 from kvlane.app.audit.time_range import InvalidTime, parse_range
 from kvlane.app.batches.batch_log import BatchView
 from kvlane.streams.clock import BrokerClock, Clock
@@ -35,13 +35,19 @@ class FleetReader:
     """A fleet that is being read. `since_ms`: wall time from which on records are read."""
 
     def __init__(
-        self, log: Log, clock: Clock, since_ms: int, on_applied: OnApplied | None = None
+        self,
+        log: Log,
+        clock: Clock,
+        since_ms: int,
+        on_applied: OnApplied | None = None,
+        on_ended: OnEnded = lambda _: None,
     ) -> None:
+        """`on_applied`: called with records that the view has; `on_ended`: with ended requests."""
         self.log = log
         self.clock = clock
         self.since_ms = since_ms
         self.window_ms = max(1, clock.wall_ms() - since_ms)
-        self.view = FleetView(self.window_ms)
+        self.view = FleetView(self.window_ms, on_ended)
         self._broker_clock = BrokerClock(clock)
         self._on_applied = on_applied
         self._live_s = -math.inf
@@ -88,10 +94,11 @@ async def reading_fleet(
     since: str,
     progress: Progress = lambda _done, _total: None,
     on_applied: OnApplied | None = None,
+    on_ended: OnEnded = lambda _: None,
 ) -> AsyncIterator[FleetReader]:
     """The fleet since a time (`-5m`), read up to now and kept up to date until the end of the
     block. Raises InvalidTime, BrokerUnavailable, AccessDenied, NewerRecord."""
-    reader = FleetReader(log, clock, window_start(since, clock.wall_ms()), on_applied)
+    reader = FleetReader(log, clock, window_start(since, clock.wall_ms()), on_applied, on_ended)
     try:
         await _catch_up(reader.follower, reader.following, clock, progress)
         await clock.sleep(OBSERVE_S)

@@ -9,7 +9,7 @@ outcomes that `LaneState` holds, some hundred bytes each, have no bound but the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -71,6 +71,9 @@ class RequestFacts(msgspec.Struct):
     last_ms: int = 0
 
 
+OnEnded = Callable[[RequestFacts], None]
+
+
 class LostWorker(msgspec.Struct, frozen=True):
     epoch: int
     at_ms: int
@@ -91,8 +94,9 @@ class EngineSteps(msgspec.Struct, frozen=True):
 class FleetView:
     name = "recent fleet"
 
-    def __init__(self, window_ms: int) -> None:
-        """`window_ms`: age up to which records count: ended requests, losses."""
+    def __init__(self, window_ms: int, on_ended: OnEnded = lambda _: None) -> None:
+        """`window_ms`: age up to which records count: ended requests, losses. `on_ended`: called
+        for each request that has ended."""
         self.fleet = Fleet()
         self.drift = DriftTracker()
         self.reports = ReportFold()
@@ -107,6 +111,7 @@ class FleetView:
         self.open_ids: set[str] = set()
         """Of requests that have not ended."""
         self._window_ms = window_ms
+        self._on_ended = on_ended
         self._loads = RunLoads(ActiveLoad(), BatchRuns())
         self.left_out = 0
         """Ended requests that were dropped before the end of the window."""
@@ -212,6 +217,7 @@ class FleetView:
             facts.ended_ms = at_ms
             self.open_ids.discard(record.id)
             heappush(self._ended, (facts.ended_ms, record.id))
+            self._on_ended(facts)
 
     def _has_dropped(self, number: int, request_id: str, began_ms: int) -> bool:
         """Whether a request has ended, and its facts were dropped."""

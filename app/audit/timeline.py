@@ -136,6 +136,32 @@ async def explain_request(
     return RequestTimeline(request_id, lane, steps, readers.ending, clock.wall_ms())
 
 
+def timeline_json(timeline: RequestTimeline, wait: str) -> dict[str, Any]:
+    """The object of `kvlane explain --json`. `wait`: why the request waits, "" if it does not."""
+    return {
+        "id": timeline.request_id,
+        "lane": timeline.lane,
+        "ending": timeline.ending,
+        "wait": wait,
+        "steps": [
+            {
+                "at_ms": step.at_ms, "topic": step.source.topic,
+                "partition": step.source.partition, "offset": step.offset, "name": step.name,
+                "fields": step.fields,
+            }
+            | (
+                {}
+                if (decision := step.decision) is None
+                else {
+                    "reasons": decision.reasons, "actual": decision.actual._asdict(),
+                    "cordoned": decision.cordoned,
+                }
+            )
+            for step in timeline.steps
+        ],
+    }  # fmt: skip
+
+
 async def _prompt_steps(
     log: Log, clock: Clock, request_id: str, progress: Progress
 ) -> list[TimelineStep]:

@@ -128,6 +128,7 @@ def explain(
 
     - `kvlane explain job-17 --inputs`: the id has no time in it, so the whole lane is read
     """
+    from kvlane.app.audit.timeline import timeline_json
     from kvlane.app.commands import explain_view
 
     if bool(request_id) == waiting:
@@ -139,7 +140,7 @@ def explain(
         return
     timeline, wait = asyncio.run(_explain(request_id))
     if json is not None and timeline.steps:
-        screen.write_json(json, explain_view.timeline_json(timeline, wait))
+        screen.write_json(json, timeline_json(timeline, wait))
     if not explain_view.show_timeline(timeline, screen.make_console(), inputs=inputs, wait=wait):
         raise typer.Exit(1)
 

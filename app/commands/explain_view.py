@@ -104,31 +104,6 @@ def _without_request(steps: AbstractSet[str]) -> str:
     return f"the request is no longer retained ({hours:g} h)"
 
 
-def timeline_json(timeline: RequestTimeline, wait: str) -> dict[str, Any]:
-    return {
-        "id": timeline.request_id,
-        "lane": timeline.lane,
-        "ending": timeline.ending,
-        "wait": wait,
-        "steps": [
-            {
-                "at_ms": step.at_ms, "topic": step.source.topic,
-                "partition": step.source.partition, "offset": step.offset, "name": step.name,
-                "fields": step.fields,
-            }
-            | (
-                {}
-                if (decision := step.decision) is None
-                else {
-                    "reasons": decision.reasons, "actual": decision.actual._asdict(),
-                    "cordoned": decision.cordoned,
-                }
-            )
-            for step in timeline.steps
-        ],
-    }  # fmt: skip
-
-
 def _summary(decisions: list[ExplainedDecision]) -> Table:
     shown = plain_table(
         "attempt", "worker", "why", "cached: expected", "actual", "ttft: expected", "actual",

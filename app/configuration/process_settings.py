@@ -79,6 +79,12 @@ class HttpSettings(BaseModel):
     metrics_allow_anonymous: bool = Field(
         False, description="whether /metrics is served without a key although there are API keys"
     )
+    console: bool = Field(
+        False,
+        description="whether the gateway has the operators' page /console, which shows the traffic "
+        "of all tenants; its data need a key of the role operator, and it is not served without "
+        "keys where other machines reach the gateway",
+    )
     http_tls_cert: ReadableFile | None = Field(
         None, description="PEM file with the certificate chain of the HTTP ports; empty: no TLS"
     )

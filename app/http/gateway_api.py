@@ -19,6 +19,7 @@ from kvlane.app.http.api_errors import MESSAGES_PATH, ApiError, error_of_prompt,
 from kvlane.app.http.batches.batches_endpoint import BatchesEndpoint
 from kvlane.app.http.batches.files_endpoint import FilesEndpoint
 from kvlane.app.http.batches.listing import json_response, list_response
+from kvlane.app.http.console.console_endpoint import ConsoleEndpoint
 from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.completions import Completions
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
@@ -105,7 +106,7 @@ _FILE = "/v1/files/{file_id}"
 _BATCH = "/v1/batches/{batch_id}"
 
 
-def build_app(parts: GatewayDeps) -> FastAPI:
+def build_app(parts: GatewayDeps, console: ConsoleEndpoint | None = None) -> FastAPI:
     api = FastAPI(title="kvlane", docs_url=None, redoc_url=None)
     generation, plain = Completions(parts), ModelsEndpoint(parts)
     messages, attachment = MessagesEndpoint(generation), StreamResume(parts, ITEM_FORMS)
@@ -151,10 +152,14 @@ def build_app(parts: GatewayDeps) -> FastAPI:
         )  # fmt: skip
         if method == "GET":
             api.router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+    open_paths: frozenset[str] = frozenset()
+    if console is not None:
+        console.add_to(api)
+        open_paths = console.open_paths
     answer_errors(api)
     for kind in (InvalidPrompt, PreprocessorOverloaded, BadModel):
         api.add_exception_handler(kind, _preprocess_error)
-    api.add_middleware(Authentication, access=parts.access)
+    api.add_middleware(Authentication, access=parts.access, open_paths=open_paths)
     settings = parts.settings
     api.add_middleware(OriginGuard, host=settings.http_host, origins=settings.allowed_origins)
     api.add_middleware(RequestIdMiddleware, metrics=parts.metrics)

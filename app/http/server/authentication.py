@@ -239,6 +239,8 @@ class Caller:
 
 
 ANYONE = Caller()
+_READER = Caller(role="user")
+"""Any reader of open files."""
 
 
 def caller_of(request: Request) -> Caller:
@@ -314,18 +316,26 @@ class AccessControl:
 class Authentication:
     """ASGI middleware: lets requests with the right to their path through, as a `Caller`'s."""
 
-    def __init__(self, app: ASGIApp, access: AccessControl, needs: KeyRole = "user") -> None:
-        """`needs`: the role that requests need, but for probes and figures."""
+    def __init__(
+        self, app: ASGIApp, access: AccessControl, needs: KeyRole = "user",
+        open_paths: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`needs`: the role that requests need, but for probes and figures. `open_paths`: of files
+        that need no key."""
         self._app = app
         self._access = access
         self._needs = needs
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            caller = self._access.authenticate(scope, self._needs)
+            if scope["path"] in self._open_paths:
+                caller = _READER
+            else:
+                caller = self._access.authenticate(scope, self._needs)
         except ApiError as e:
             headers = {"www-authenticate": "Bearer"} if e.status == HTTPStatus.UNAUTHORIZED else {}
             await e.response(headers)(scope, receive, send)
