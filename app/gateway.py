@@ -20,7 +20,6 @@ from kvlane.app.batches.batch_log import BatchLog
 from kvlane.app.batches.file_store import FileStore
 from kvlane.app.http import gateway_api
 from kvlane.app.http.console.console_endpoint import ConsoleEndpoint
-from kvlane.app.http.gateway_api import GatewayHealth
 from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.served_models import ModelCatalog, ServedModels
@@ -32,7 +31,7 @@ from kvlane.app.http.server.http_server import (
     fitting_streams,
     raise_file_limit,
 )
-from kvlane.app.http.server.probes import Probes
+from kvlane.app.http.server.probes import Checks, Probes
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.model import ModelLoader
@@ -49,6 +48,8 @@ from kvlane.streams.views.follower import Follower
 
 log = logging.getLogger(__name__)
 
+READER_STALL_S = 120.0
+"""Time without a returned poll after which the reader is stuck: a poll takes half a second."""
 REDIRECT_TIMEOUT_S = 2.0
 """Time after the grace period to send clients the URLs at which their streams resume."""
 
@@ -80,15 +81,13 @@ class Gateway:
         self._library = ModelCatalog(served, ModelLoader(artifacts, pool, ctx))
         self._streams = ActiveStreams(log, settings, ctx, registry_clock, rng)
         self._access.share_limits(log, registry_clock)
-        self._health = GatewayHealth(self._streams, self._registry, ctx)
         self._metrics = GatewayMetrics()
         self._access.count_refusals(self._metrics.refused_requests)
         self._metrics.responses_in_flight.set_function(lambda: self._streams.open_streams)
-        self._metrics.log_silent.set_function(lambda: self._health.broker_silence_s)
+        self._metrics.log_silent.set_function(self._broker_silence_s)
         self._metrics.caught_up.labels(fleet.name).set_function(lambda: self._registry.caught_up)
         self._batches = BatchLog(log, ctx.clock, results_retention_s=settings.results_retention_s)
-        health = self._health
-        probes = Probes(health.checks, self._metrics.page, lambda: health.is_alive)
+        probes = Probes(self._checks, self._metrics.page, self._is_alive)
         self.parts = GatewayDeps(
             settings, ctx, self._streams, served, self._library, probes, self._metrics,
             self._access, self._batches, FileStore(log, ctx.clock),
@@ -125,6 +124,23 @@ class Gateway:
         await self._batches.follower.wait_caught_up()
         self._library.refresh()
         self._ctx.spawn("loop delay", self._metrics.loop_delay.watch(self._ctx.clock))
+
+    def _is_alive(self) -> bool:
+        """Whether its background tasks run. If not, the process must be restarted."""
+        return self._ctx.error is None and self._streams.stalled_s < READER_STALL_S
+
+    def _broker_silence_s(self) -> float:
+        probe = self._ctx.broker_probe
+        return 0.0 if probe is None else probe.silence_s
+
+    def _checks(self) -> Checks:
+        return {
+            "alive": self._is_alive(),
+            "registry_read": self._registry.caught_up,
+            "log_answers": self._ctx.broker_answers,
+            "taking_requests": not self._streams.is_stopping,
+            "answers_under_way": self._streams.open_streams,
+        }
 
     def _applied(self, source: Partition, log_records: Sequence[LogRecord]) -> None:
         self._served.on_records(source, log_records)

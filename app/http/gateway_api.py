@@ -1,4 +1,4 @@
-"""HTTP routes and health of a gateway. Every error is sent in the form of its endpoint."""
+"""HTTP routes of a gateway. Every error is sent in the form of its endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from kvlane.app.http.batches.batches_endpoint import BatchesEndpoint
 from kvlane.app.http.batches.files_endpoint import FilesEndpoint
 from kvlane.app.http.batches.listing import json_response, list_response
 from kvlane.app.http.console.console_endpoint import ConsoleEndpoint
-from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.completions import Completions
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.served_models import ServedModel
@@ -30,42 +29,7 @@ from kvlane.app.http.responses.responses_endpoint import ResponsesEndpoint
 from kvlane.app.http.server.authentication import Authentication
 from kvlane.app.http.server.middleware import RequestIdMiddleware
 from kvlane.app.http.server.origin_guard import OriginGuard
-from kvlane.app.http.server.probes import Checks
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded
-from kvlane.app.runtime.process import ProcessContext
-from kvlane.streams.views.follower import Follower
-
-READER_STALL_S = 120.0
-"""Time without a returned poll after which the reader is stuck: a poll takes half a second."""
-
-
-class GatewayHealth:
-    """State of one gateway, for `/livez` and `/readyz`."""
-
-    def __init__(self, streams: ActiveStreams, registry: Follower, ctx: ProcessContext) -> None:
-        self._streams = streams
-        self._registry = registry
-        self._ctx = ctx
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its background tasks run. If not, the process must be restarted."""
-        return self._ctx.error is None and self._streams.stalled_s < READER_STALL_S
-
-    @property
-    def broker_silence_s(self) -> float:
-        probe = self._ctx.broker_probe
-        return 0.0 if probe is None else probe.silence_s
-
-    def checks(self) -> Checks:
-        return {
-            "alive": self.is_alive,
-            "registry_read": self._registry.caught_up,
-            "log_answers": self._ctx.broker_answers,
-            "taking_requests": not self._streams.is_stopping,
-            "answers_under_way": self._streams.open_streams,
-        }
-
 
 _NOT_OFFERED = (
     "assistants", "audio", "containers", "conversations", "edits", "engines", "evals",
