@@ -9,6 +9,7 @@ import ssl
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import asynccontextmanager
+from io import BytesIO
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def query_metadata(
             with connection.makefile("rb") as answer:
                 (size,) = struct.unpack(">i", answer.read(4))
                 return _read_metadata(answer.read(size))
-    except (OSError, struct.error):
+    except (OSError, ValueError, struct.error):
         return None
 
 
@@ -186,24 +187,12 @@ def _request(api: tuple[int, int], body: bytes) -> bytes:
 
 
 def _read_metadata(body: bytes) -> ClusterMetadata:
-    """Of: correlation id, array of (node, host, port, rack), controller, topics."""
-    _, count = struct.unpack_from(">ii", body)
-    at, brokers = 8, []
-    for _ in range(count):
-        at += 4
-        size = _length(body, at)
-        host = body[at + 2 : at + 2 + size].decode("utf-8", "replace")
-        at += 2 + size
-        brokers.append((host, *struct.unpack_from(">i", body, at)))
-        at += 4
-        at += 2 + _length(body, at)
-    (controller,) = struct.unpack_from(">i", body, at)
-    return ClusterMetadata(tuple(brokers), controller)
+    """`body`: of a Metadata response, from its correlation id on."""
+    from aiokafka.protocol.metadata import MetadataResponse_v1
 
-
-def _length(body: bytes, at: int) -> int:
-    (length,) = struct.unpack_from(">h", body, at)
-    return max(0, int(length))
+    metadata = MetadataResponse_v1.decode(BytesIO(body[4:]))
+    addresses = tuple((host, port) for _, host, port, _ in metadata.brokers)
+    return ClusterMetadata(addresses, metadata.controller_id)
 
 
 async def _distrust(host: str, port: int, trust: ssl.SSLContext) -> str:
