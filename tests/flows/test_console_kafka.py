@@ -20,7 +20,7 @@ from kvlane.streams.ports import Log
 from kvlane.streams.records import EngineConfig, WorkerCard
 from kvlane.streams.request import Request
 from kvlane.streams.topics import REGISTRY, REQUESTS
-from tests.harness.browser import CHROMIUM, BrowserPage, browser_page
+from tests.harness.browser import BrowserPage, browser_page, find_chromium
 from tests.harness.http_harness import HttpHarness, until
 from tests.harness.kafka_processes import provisioned
 from tests.harness.key_files import KeyFileHarness, auth_headers
@@ -46,10 +46,7 @@ CONTRAST = """(() => {
   return least;
 })()"""  # noqa: E501
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def text(selector: str) -> str:
@@ -127,6 +124,8 @@ async def deployment(settings: Mapping[str, Any]) -> AsyncIterator[HttpHarness]:
 async def test_operator_sees_the_fleet_in_a_browser(
     kafka: Broker, topic_prefix: str, tmp_path: Path
 ) -> None:
+    if find_chromium() is None:
+        pytest.skip("no Chromium: apt-get install chromium")
     keys = KeyFileHarness(tmp_path)
     user, operator = keys.add("acme"), keys.add("ops", "operator")
     settings = {

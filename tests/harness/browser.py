@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +16,17 @@ from typing import Any
 
 import aiohttp
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 START_S = 30.0
 _KEYS = {"Escape": 27, "Enter": 13, "ArrowRight": 39, "ArrowLeft": 37}
+
+
+def find_chromium() -> str | None:
+    """The browser, if it runs here; it may be in the midst of its installation."""
+    path = shutil.which("chromium")
+    if path is None:
+        return None
+    done = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=20)
+    return path if done.returncode == 0 else None
 
 
 class BrowserPage:
@@ -99,9 +108,10 @@ async def browser_page(
     folder: Path, width: int = 1280, height: int = 800
 ) -> AsyncIterator[BrowserPage]:
     """A page of a new browser, whose profile is in the folder."""
-    assert CHROMIUM is not None
+    path = find_chromium()
+    assert path is not None
     process = await asyncio.create_subprocess_exec(
-        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        path, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
         "--no-first-run", "--disable-background-networking", "--disable-component-update",
         "--disable-default-apps", "--disable-extensions", "--disable-sync", "--mute-audio",
         "--hide-scrollbars", "--remote-debugging-port=0", f"--window-size={width},{height}",
