@@ -94,8 +94,10 @@ class ServedModels:
         return self._models
 
     def _alias(self, alias: ModelAlias, models: Mapping[str, ServedModel]) -> ServedModel | None:
-        """An alias as a model of the bounds that all targets have which get requests now."""
-        targets = [models[each.model] for each in self.aliases.serving(alias)]
+        """An alias as a model of the bounds that all targets have which get requests now, or wait
+        for cordoned workers."""
+        usable = self.aliases.usable(alias)
+        targets = [models[each.model] for each in usable if each.model in models]
         if not targets:
             return None
         lengths = [each.context_length for each in targets if each.context_length]

@@ -55,15 +55,16 @@ class ModelAliases:
     def model(self, name: str, key: str) -> str:
         """The model of a request with a key: of an alias one of its targets, else the name."""
         alias = self.find(name)
-        return name if alias is None else choose_target(name, self._usable(alias), key)
+        return name if alias is None else choose_target(name, self.usable(alias), key)
 
     def serving(self, alias: ModelAlias) -> Sequence[AliasTarget]:
         """The targets that get requests now, with their weights; none if no model is served."""
         self._refresh()
         return serving_targets(self._alike(alias), self._served)
 
-    def _usable(self, alias: ModelAlias) -> Sequence[AliasTarget]:
-        """Without a worker requests wait, or fail, as those of the models themselves do."""
+    def usable(self, alias: ModelAlias) -> Sequence[AliasTarget]:
+        """The targets that requests may get. Without a worker requests wait, or fail, as those of
+        the models themselves do."""
         alike = self._alike(alias)
         return self.serving(alias) or [each for each in alike if each.weight > 0] or alike[:1]
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlane.app.http.openai.served_models import ServedModels
 from kvlane.app.preprocess.models.model_aliases import ModelAliases, choice_key, choose_target
 from kvlane.app.preprocess.models.model_names import ModelNames
 from kvlane.app.preprocess.prompt_errors import UnknownModel
@@ -124,6 +125,12 @@ def test_model_of_weight_0_serves_while_no_other_can() -> None:
 def test_requests_wait_for_models_with_a_weight_while_none_has_a_worker() -> None:
     cordons = [Cordon(worker=f"w-{model}") for model in "abc"]
     assert models_of(alias(a=1, b=1, c=0), *cordons) == {"a", "b"}
+
+
+def test_alias_is_listed_as_its_models_are_while_all_their_workers_are_cordoned() -> None:
+    cordons = [Cordon(worker=f"w-{model}") for model in "abc"]
+    served = ServedModels(fleet_of(alias(a=1, b=1, c=0), *cordons))
+    assert [each.name for each in served.models()] == ["a", "b", "c", "chat"]
 
 
 def test_model_of_the_same_name_takes_precedence() -> None:
