@@ -69,7 +69,11 @@ async def _read(http: aiohttp.ClientSession, url: str, key: str, samples: int) -
             if page.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 unmeasured = "its metrics need --api-key, of the role metrics or operator"
             break
-        newer = _parse(page.text)
+        try:
+            newer = _parse(page.text)
+        except (ValueError, KeyError):
+            unmeasured = "/metrics: its answer has no figures in the form of Prometheus"
+            break
         metrics = _Metrics(newer.counts, metrics.hashes | newer.hashes)
     return ProcessAnswer(
         url, live.status, ready.status, max(live.took_s, ready.took_s), list(_false(ready.text)),
@@ -81,7 +85,10 @@ async def _get(http: aiohttp.ClientSession, url: str, key: str = "") -> _Page:
     headers, began_s = {"authorization": f"Bearer {key}"} if key else {}, time.monotonic()
     try:
         async with http.get(url, headers=headers, allow_redirects=False) as answer:
-            text = (await answer.content.read(_MAX_BYTES)).decode(errors="replace")
+            content = b""
+            while len(content) < _MAX_BYTES and (part := await answer.content.read(_MAX_BYTES)):
+                content += part
+            text = content.decode(errors="replace")
             date = answer.headers.get("date", "")
             return _Page(answer.status, text, time.monotonic() - began_s, _ahead_ms(date))
     except TimeoutError:
