@@ -66,8 +66,11 @@ class WorkerEvents:
         self.events_ms: dict[str, int] = {}
         """When the last cache events of a worker were appended."""
         self.streams: dict[CacheId, EventSequence] = {}
-        self._stored_ms: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=MAX_RUNS))
-        self._prompts: dict[RunKey, tuple[int, int]] = {}
+        self._stored_ms: dict[str, deque[tuple[int, int]]] = defaultdict(
+            lambda: deque(maxlen=MAX_RUNS)
+        )
+        """By worker, when each run that computed whole blocks was assigned, and when it ended."""
+        self._prompts: dict[RunKey, tuple[int, int, int]] = {}
 
     def add(self, source: Partition, log_records: Sequence[LogRecord]) -> None:  # noqa: ARG002
         for log_record in log_records:
@@ -85,7 +88,8 @@ class WorkerEvents:
                     stream.next_id = record.first_event_id + len(record.kinds)
             elif isinstance(record, Assigned):
                 if record.block_size and record.phase != "decode":
-                    self._prompts[record.run_key] = record.prompt_tokens, record.block_size
+                    prompt = record.prompt_tokens, record.block_size, at_ms
+                    self._prompts[record.run_key] = prompt
                     if len(self._prompts) > _MAX_OPEN_RUNS:
                         del self._prompts[next(iter(self._prompts))]
             elif isinstance(record, Finished):
@@ -101,14 +105,18 @@ class WorkerEvents:
             stream.next_id = event_id
 
     def _end(self, end: Finished, at_ms: int) -> None:
-        prompt_tokens, block_size = self._prompts.pop(end.run_key, (0, 1))
+        prompt_tokens, block_size, began_ms = self._prompts.pop(end.run_key, (0, 1, 0))
         if end.code in COMPLETE and (prompt_tokens - end.cached_tokens) // block_size > 0:
-            self._stored_ms[end.worker].append(at_ms)
+            self._stored_ms[end.worker].append((began_ms, at_ms))
 
     def runs_without_events(self, worker: str, before_ms: int) -> int:
-        """The last runs that computed whole blocks, up to a time, and were followed by no event."""
+        """The last runs that computed whole blocks, up to a time, without an event since they were
+        assigned: the events of a prompt come before the end of its run."""
         since_ms = self.events_ms.get(worker, 0)
-        return sum(since_ms < at_ms <= before_ms for at_ms in self._stored_ms[worker])
+        return sum(
+            since_ms < began_ms and ended_ms <= before_ms
+            for began_ms, ended_ms in self._stored_ms[worker]
+        )
 
 
 class FleetSample(msgspec.Struct, frozen=True):

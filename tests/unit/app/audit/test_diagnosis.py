@@ -311,6 +311,17 @@ def test_runs_with_cached_prompts_need_no_event() -> None:
     assert at.fleet.events.runs_without_events("w1", sample.now_ms) == 0
 
 
+def test_events_of_prompts_count_for_runs_that_end_after_them() -> None:
+    at = Planted()
+    runs = [
+        at.fleet.assign(f"job-{number}", at.epochs["w1"], 1, block_size=10) for number in range(8)
+    ]
+    at.blocks("w1", 100, first=1)
+    for run in runs:
+        at.fleet.append(LEDGER, Finished(**run, code="stop", output_tokens=1), 2000)
+    assert at.fleet.events.runs_without_events("w1", NOW_MS + 12_000) == 0
+
+
 def test_workers_are_compared_with_each_other_without_a_secret_here() -> None:
     at = Planted()
     at.over["fingerprint"] = Unread("KVLANE_HASH_SECRET is not set here")
