@@ -130,9 +130,10 @@ class LiveFleet:
     async def decisions(self, after: int) -> bytes:
         """The newest decisions with a number above `after`."""
         self._ask()
+        last = self._activity.decisions
         found = self._activity.newest(after, MAX_DECISIONS_AT_ONCE)
         rows = await self._pool.run(lambda: decision_rows(found))
-        return self._encode({"decisions": rows, "last": self._activity.decisions})
+        return self._encode({"decisions": rows, "last": last})
 
     async def timeline(self, request_id: str) -> bytes:
         """As `kvlane explain`. Raises BrokerUnavailable, PositionLost, NewerRecord."""
