@@ -6,6 +6,7 @@
 #   release.sh --try       any commit, and no image
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+umask 022  # the modes of files are part of an archive
 out=$PWD/build/release
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -34,7 +35,7 @@ packed() {
 
 rm -rf "$out"
 mkdir -p "$out" "$work/source" "$work/raw"
-git archive HEAD | tar --extract --directory="$work/source"
+git -c tar.umask=0022 archive HEAD | tar --extract --directory="$work/source"
 say "building kvlane $version of ${commit:0:12}"
 python=$PWD/.venv/bin/python
 for kind in sdist wheel; do

@@ -57,8 +57,9 @@ async function askView(route) {
   return null;
 }
 
-// A life that has ended does not change.
-const isSettled = (route) => route[0] === "request" && state.answered === location.hash && state.answer?.ending;
+// A life that has ended does not change; to look for an id without records reads a whole lane.
+const isSettled = (route) => route[0] === "request" && state.answered === location.hash
+  && (state.answer?.ending || !state.answer?.steps?.length);
 
 async function poll() {
   clearTimeout(timer);
@@ -83,8 +84,11 @@ async function poll() {
     state.error = error;
     if (error instanceof Refused && (error.status === 401 || error.status === 403) && !$("key-dialog").open) openKey();
   }
-  show();
-  schedule();
+  try {
+    show();
+  } finally {
+    schedule();
+  }
 }
 
 function schedule() {

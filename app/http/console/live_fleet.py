@@ -42,6 +42,8 @@ WINDOW = "-5m"
 IDLE_S = 15.0
 """A page asks every second; a hidden one does not."""
 FRAME_S = 1.0
+PAUSE_FRAMES = 20
+"""Pause after a frame, in durations of that frame: those of a large fleet come seldom."""
 RETRY_S = 5.0
 MAX_ROWS = 200
 MAX_DECISIONS_AT_ONCE = 40
@@ -207,11 +209,12 @@ class LiveFleet:
         async with reading_fleet(self._log, clock, WINDOW, progress, *hooks) as reader:
             while clock.now() - self._asked_s < IDLE_S:
                 reader.check()
+                began_s = clock.now()
                 status = await fleet_status(reader, sampler, self._timeout_s)
                 workers = worker_rows(reader.view, status.now_ms, self._timeout_s)
                 open_requests = open_requests_of(reader.view, status.now_ms)
                 activity.sample(status.now_ms, workers, open_requests)
                 self._status, self._reader = status, reader
                 self._state = ReaderState("live")
-                await clock.sleep(FRAME_S)
+                await clock.sleep(max(FRAME_S, PAUSE_FRAMES * (clock.now() - began_s)))
         log.info("no page of the console is open: its reader has ended")
