@@ -77,6 +77,7 @@ _PUBLIC: tuple[type[record_base.PublicRecord], ...] = (
     records.Fence,
     records.End,
     records.Result,
+    records.RequestUsage,
 )
 
 _msgpack = msgspec.msgpack.Encoder()

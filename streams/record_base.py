@@ -50,6 +50,18 @@ class RunKey(msgspec.Struct, frozen=True, order=True, gc=False):
     phase: Phase
 
 
+class Account(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the usage of a request counts for. `key_id`: of its API key, "" without one;
+    `alias`: of the model, if the client named that."""
+
+    tenant: str = ""
+    key_id: str = ""
+    model: str = ""
+    adapter: str = ""
+    service_class: ServiceClass = "interactive"
+    alias: str = ""
+
+
 class InternalRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """A record that only kvlane's own processes read: a msgpack map."""
 

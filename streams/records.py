@@ -14,7 +14,7 @@ one life of a worker. `*_ms` points in time are broker append time.
 
 from __future__ import annotations
 
-from kvlane.streams.record_base import MAX_ID_CHARS, EndCode, LogRecord, Phase, RunKey
+from kvlane.streams.record_base import MAX_ID_CHARS, Account, EndCode, LogRecord, Phase, RunKey
 from kvlane.streams.record_types.candidate_records import Candidate, CandidateRows
 from kvlane.streams.record_types.ledger_records import (
     Assigned,
@@ -69,6 +69,7 @@ from kvlane.streams.response_records import (
     FinishReason,
     LogProb,
     PassthroughDelta,
+    RequestUsage,
     Result,
     ResultError,
     ResultTimings,

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvlane.streams.record_base import InternalRecord, JsonText, ModelKind, ServiceClass
+from kvlane.streams.record_base import Account, InternalRecord, JsonText, ModelKind, ServiceClass
 from kvlane.streams.response_records import Chunk, TurnPlace
 
 ResultKind = Literal["chat", "completion", "tokens", "embedding"]
@@ -296,11 +296,19 @@ class Request(InternalRecord, frozen=True):
     parsing: AnswerParsing | None = None
     shown: Chunk | None = None
     alias: str = ""  # of `model`, if the client named that
+    key_id: str = ""  # of the API key it came with
 
     @property
     def asked_model(self) -> str:
         """The model by the name that the client gave."""
         return self.alias or self.model
+
+    @property
+    def account(self) -> Account:
+        return Account(
+            self.tenant, self.key_id, self.model, self.hints.lora_name or "", self.service_class,
+            self.alias,
+        )  # fmt: skip
 
     @property
     def kind(self) -> ModelKind:

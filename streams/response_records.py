@@ -1,4 +1,5 @@
-"""Records of `responses` (token streams) and `results` (one a request), keyed by request id."""
+"""Records of `responses` (token streams), `results` and `usage` (one a request), keyed by request
+id."""
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
 from __future__ import annotations
@@ -87,6 +88,39 @@ class Result(PublicRecord, frozen=True, tag="Result", omit_defaults=False):
     batch_id: str = ""
     custom_id: str = ""
     stored: StoredTurn | UnsetType = UNSET
+
+
+class RequestUsage(PublicRecord, frozen=True, tag="RequestUsage", omit_defaults=False):
+    """The usage of one request, to be billed, at its end. All fields are present on the wire.
+
+    `code`: how it ended, stop and length: completely. `ended_ms`: since 1970. `model`: the one that
+    ran; `alias`: the name in the request, if it was another; `adapter`: a LoRA of the model. Tokens
+    of the prompt count once, when a worker has computed them. `cached_tokens`, `reasoning_tokens`:
+    those among the tokens of prompt and output. `recomputed_tokens`: computed again by a later
+    worker after a failure or a preemption. `attempts`: how often it was begun; `workers`: in that
+    order; `prefill_ms`, `decode_ms`: of all of them. `unknown`: the names of counts that no server
+    has reported, or that are incomplete.
+    """
+
+    id: str
+    code: str
+    ended_ms: int
+    tenant: str = ""
+    key_id: str = ""
+    model: str = ""
+    alias: str = ""
+    adapter: str = ""
+    service_class: str = "interactive"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    recomputed_tokens: int = 0
+    attempts: int = 0
+    prefill_ms: int = 0
+    decode_ms: int = 0
+    workers: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 FinishReason = Literal[

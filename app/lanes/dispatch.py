@@ -332,6 +332,7 @@ def decision_record(
         service_class=request.service_class, is_preemptible=can_continue,
         choice=choice.choice, candidate_rows=choice.record, is_prompt=request.queued_ms > 0,
         itl_ms_predicted=choice.forecast.itl_ms, prefix_marks=choice.prefix_marks,
+        account=request.account,
     )  # fmt: skip
 
 

@@ -360,6 +360,7 @@ class LaneOwner:
             if request_id not in self._renewed:
                 self._termination.prompts.discard(request_id)
                 self._termination.offsets.pop(request_id, None)
+                self._termination.accounts.pop(request_id, None)
             for done in (self._arrived.pop(request_id, offset), offset):
                 self.claim.mark_done(done)
 
@@ -421,6 +422,7 @@ class LaneOwner:
         if await self._is_repetition(log_record, record):
             return
         self._termination.offsets[record.id] = log_record.offset
+        self._termination.accounts[record.id] = record.account
         if record.queued_ms or isinstance(record, Refused):
             self._termination.prompts.add(record.id)
         if isinstance(record, Request) and record.shown is not None:

@@ -18,6 +18,7 @@ from kvlane.app.lanes.context import RouterContext
 from kvlane.app.routing.state.request_state import RunId
 from kvlane.streams.errors import AppendFailed
 from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import Account
 from kvlane.streams.records import CancelRun, DryRunResult, End, EndCode, Ended, Usage
 from kvlane.streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
 
@@ -81,6 +82,8 @@ class RequestTermination:
         """Ids of requests from Kafka that are being admitted."""
         self.offsets: dict[str, int] = {}
         """Offsets of the records of requests that are being admitted."""
+        self.accounts: dict[str, Account | None] = {}
+        """Accounts of the same requests."""
         self._ledger = Partition(LEDGER, lane)
 
     async def end(
@@ -117,7 +120,10 @@ class RequestTermination:
     async def write_terminal(self, request_id: str, code: EndCode | Literal["seen"]) -> None:
         """Discharge a request; `seen`: its readers have seen its end already."""
         s = self._context
-        record = Ended(id=request_id, code=code, is_prompt=request_id in self.prompts)
+        record = Ended(
+            id=request_id, code=code, is_prompt=request_id in self.prompts,
+            account=self.accounts.get(request_id),
+        )  # fmt: skip
         ended = await s.publisher.publish(LEDGER, request_id, record, self._lane)
         await s.wait_for_ledger(self._ledger, ended.offset + 1)
 

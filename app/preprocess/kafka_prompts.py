@@ -35,7 +35,7 @@ from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
 from kvlane.app.preprocess.thread_pool import Steps, run_now
 from kvlane.streams import ports
 from kvlane.streams.prompt import Prompt
-from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.record_base import Account, ServiceClass
 from kvlane.streams.records import MAX_ID_CHARS, Cancel, EndCode, Refused
 from kvlane.streams.request import ReplyAddress, Request, ResultOptions
 
@@ -229,7 +229,8 @@ async def to_request(
     """The request of a prompt. Raises nothing that is about this prompt. `deadline_s` counts for
     prompts that name none; `service_class`: of the prompt's topic."""
     prompt, request, received_ms, result = parsed
-    refuse = partial(Refused, id=prompt.id, result=result)
+    account = Account(prompt.tenant, "", request.model or "", "", service_class)
+    refuse = partial(Refused, id=prompt.id, result=result, account=account)
     if request.n != 1:
         message = "body.n: one answer a request; publish several requests"
         return refuse(code="invalid", message=message)

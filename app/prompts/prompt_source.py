@@ -273,7 +273,7 @@ class PromptSource:
                     late = "its deadline passed while routers had no room for it"
                     refused = Refused(
                         id=record.id, code="deadline", message=late, result=record.result,
-                        queued_ms=record.queued_ms,
+                        queued_ms=record.queued_ms, account=record.account,
                     )  # fmt: skip
                     ready.setdefault(lane, []).append(answer._replace(record=refused))
                     continue
@@ -314,7 +314,7 @@ class PromptSource:
             assert not isinstance(record, Cancel), "it has two short texts"
             refusal = Refused(
                 id=record.id, code="too_large", message=str(e), result=record.result,
-                queued_ms=record.queued_ms,
+                queued_ms=record.queued_ms, account=record.account,
             )  # fmt: skip
             appended = await self._publisher.publish(REQUESTS, record.id, refusal, lane)
             self._acknowledged(_PreparedRecord(refusal, each.prompt), appended.offset)

@@ -89,7 +89,7 @@ class UnfitReplay(EngineError):
 
 class RunEnd(NamedTuple):
     """The end of a run. `fatal_error`: the engine is dead, and the process must end. `reason`: the
-    part of the message that clients may see. `stalled`: as in Finished."""
+    part of the message that clients may see. `stalled`, `usage`: as in Finished."""
 
     code: RunCode
     retryable: bool = False
@@ -97,6 +97,7 @@ class RunEnd(NamedTuple):
     fatal_error: EngineDead | None = None
     reason: str = ""
     stalled: bool = False
+    usage: Usage | None = None
 
 
 @dataclass(eq=False)
@@ -439,7 +440,7 @@ class RunExecutor:
             reason, counts, ended.stop_reason, invalid, status if status != 400 else 0
         )
         await stream.finish(last, rest.text, rest.data)
-        return RunEnd(_CODES[reason], message=ended.message)
+        return RunEnd(_CODES[reason], message=ended.message, usage=counts)
 
     def _text_stream(self, assignment: Assignment, taken: Sequence[int]) -> AnswerText:
         """The decoder of an answer, after the tokens that readers have. Raises EngineError if it

@@ -283,6 +283,8 @@ class RunQueue:
             message=outcome.message,
             reason=outcome.reason,
             stalled=outcome.stalled,
+            usage=outcome.usage,
+            account=run.assignment.request.account,
         )
         await self._publisher.publish(LEDGER, run.key.id, finished)
         self._open.pop(run.key, None)

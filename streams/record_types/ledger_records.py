@@ -13,9 +13,10 @@ from typing import Literal, final
 import msgspec
 from msgspec.structs import replace
 
-from kvlane.streams.record_base import EndCode, InternalRecord, Phase, RunKey, ServiceClass
+from kvlane.streams.record_base import Account, EndCode, InternalRecord, Phase, RunKey, ServiceClass
 from kvlane.streams.record_types.candidate_records import Candidate, CandidateRows
 from kvlane.streams.request import ResultOptions
+from kvlane.streams.response_records import Usage
 
 RunCode = Literal[
     "stop", "length", "cancelled", "error", "broken", "worker_full", "expired", "handed_off"
@@ -39,6 +40,7 @@ class Refused(InternalRecord, frozen=True):
     message: str = ""
     result: ResultOptions | None = None
     queued_ms: int = 0
+    account: Account | None = None
 
 
 class RequestOffset(InternalRecord, frozen=True):
@@ -124,6 +126,7 @@ class Assigned(RunRecord, frozen=True):
     is_prompt: bool = False
     itl_ms_predicted: float = 0.0
     prefix_marks: bytes = b""
+    account: Account | None = None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -183,7 +186,7 @@ class PrefillDone(RunRecord, frozen=True):
 class Finished(RunRecord, frozen=True):
     """The run is over; sent after its last Chunk is acknowledged. `message`: of its error, for
     operators; `reason`: for clients. `stalled`: its engine made no step, and the run has no
-    token."""
+    token. `usage`: the counts of the whole answer, as its last Chunk has them."""
 
     code: RunCode
     run: int = 0
@@ -195,6 +198,8 @@ class Finished(RunRecord, frozen=True):
     message: str = ""
     reason: str = ""
     stalled: bool = False
+    usage: Usage | None = None
+    account: Account | None = None
 
 
 @final
@@ -212,11 +217,13 @@ class Fencing(InternalRecord, frozen=True):
 
 @final
 class Ended(InternalRecord, frozen=True):
-    """The request is over: no further action is due. `is_prompt`: as in `Assigned`."""
+    """The request is over: no further action is due. `is_prompt`: as in `Assigned`. `account`: of a
+    request that its router was admitting; others have it in `Assigned`."""
 
     id: str
     code: EndCode | Literal["seen"]
     is_prompt: bool = False
+    account: Account | None = None
 
 
 class EndedIds(InternalRecord, frozen=True):

@@ -144,6 +144,8 @@ QUEUED_REQUEST = q.Request(
     ),
 )
 ALIASED_REQUEST = q.Request(id="a", model="m", alias="chat")
+BILLED_REQUEST = q.Request(id="a", key_id="5f3e7c96a0b1")
+ACCOUNT = r.Account("acme", "5f", "demo", "a", "batch", "chat")
 TRACED_REQUEST = q.Request(id="a", traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
 PARSED_REQUEST = q.Request(
     id="a",
@@ -314,7 +316,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             message="out of memory",
         ),
         bytes.fromhex(
-            "8da26964a66a6f622d3137a7617474656d707400a57068617365aa61676772656761746564a6776f726b65"
+            "de000da26964a66a6f622d3137a7617474656d707400a57068617365aa61676772656761746564a6776f726b65"
             "72a27731a565706f63680ca4636f6465a56572726f72a372756e0bad6f75747075745f746f6b656e7305ad"
             "6361636865645f746f6b656e7302a7747466745f6d73cb4029000000000000a669746c5f6d73cb400a0000"
             "00000000a9726574727961626c65c3a76d657373616765ad6f7574206f66206d656d6f7279"
@@ -446,6 +448,41 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             b'pt_tokens":4,"completion_tokens":2,"total_tokens":6,"cached_tokens":0},"erro'
             b'r":null,"timings":{"queued_ms":1,"ttft_ms":2,"total_ms":3,"finished_ms":4},"'
             b'attempts":1,"metadata":{"a":1},"batch_id":"batch_1","custom_id":"line-7"}'),
+    ),
+    (BILLED_REQUEST, bytes.fromhex(
+            "de0002a26964a161a66b65795f6964ac356633653763393661306231"
+        )),
+    (
+        r.Finished(
+            id="job-17", attempt=0, phase="aggregated", worker="w1", epoch=12, code="stop",
+            usage=r.Usage(prompt_tokens=4, completion_tokens=2), account=ACCOUNT,
+        ),
+        bytes.fromhex(
+            "de0008a26964a66a6f622d3137a7617474656d707400a57068617365aa61676772656761746564a6"
+            "776f726b6572a27731a565706f63680ca4636f6465a473746f70a5757361676582ad70726f6d7074"
+            "5f746f6b656e7304b1636f6d706c6574696f6e5f746f6b656e7302a76163636f756e7496a461636d"
+            "65a23566a464656d6fa161a56261746368a463686174"
+        ),
+    ),
+    (r.Ended(id="job-17", code="queue_full", account=ACCOUNT), bytes.fromhex(
+            "83a26964a66a6f622d3137a4636f6465aa71756575655f66756c6ca76163636f756e7496a461636d"
+            "65a23566a464656d6fa161a56261746368a463686174"
+        )),
+    (
+        r.RequestUsage(
+            id="job-17", code="stop", ended_ms=1_700_000_000_000, tenant="acme", key_id="5f",
+            model="demo", alias="chat", adapter="a", service_class="batch", prompt_tokens=9,
+            cached_tokens=8, output_tokens=7, reasoning_tokens=6, recomputed_tokens=5, attempts=2,
+            prefill_ms=4, decode_ms=3, workers=("w1", "w2"), unknown=("output_tokens",),
+        ),
+        (
+            b'{"t":"RequestUsage","id":"job-17","code":"stop","ended_ms":17000000000'
+            b'00,"tenant":"acme","key_id":"5f","model":"demo","alias":"chat","adapte'
+            b'r":"a","service_class":"batch","prompt_tokens":9,"cached_tokens":8,"ou'
+            b'tput_tokens":7,"reasoning_tokens":6,"recomputed_tokens":5,"attempts":2'
+            b',"prefill_ms":4,"decode_ms":3,"workers":["w1","w2"],"unknown":["output'
+            b'_tokens"]}'
+        ),
     ),
     (
         r.Result(

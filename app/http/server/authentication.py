@@ -119,11 +119,12 @@ class Caller:
     def __init__(
         self, tenant: str = "", role: KeyRole = "operator", lease: QuotaLease | None = None,
         terms: Tenant | None = None, clock: Clock | None = None,
-        sharing: LimitSharing | None = None, refusals: Counter | None = None,
+        sharing: LimitSharing | None = None, refusals: Counter | None = None, key_id: str = "",
     ) -> None:  # fmt: skip
         """Without arguments: any sender where there are no keys."""
         self.tenant = tenant
         self.role = role
+        self.key_id = key_id
         self.terms = terms or Tenant()
         self._lease = lease
         self._clock = clock
@@ -223,7 +224,7 @@ class Caller:
             request.cache_salt if terms.share_cache else seal.cache_salt(tenant, request.cache_salt)
         )
         hints = replace(hints, **changes) if changes else hints
-        return replace(request, tenant=tenant, cache_salt=salt, hints=hints)
+        return replace(request, tenant=tenant, key_id=self.key_id, cache_salt=salt, hints=hints)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self._lease is None or self._clock is None:
@@ -310,7 +311,7 @@ class AccessControl:
         tenant = key.tenant
         terms, lease = self.store.tenant(tenant), QuotaLease(self.store.quota(tenant))
         clock = self._ctx.clock
-        return Caller(tenant, key.role, lease, terms, clock, self.sharing, self._refusals)
+        return Caller(tenant, key.role, lease, terms, clock, self.sharing, self._refusals, key.id)
 
 
 class Authentication:

@@ -36,6 +36,7 @@ from kvlane.streams.prompt import Prompt, encode_prompt
 from kvlane.streams.record_types.candidate_records import ROW, TIMED_ROW
 from tests.harness.golden_records import (
     ALIASED_REQUEST,
+    BILLED_REQUEST,
     GOLDEN,
     PARSED_REQUEST,
     QUEUED_REQUEST,
@@ -49,7 +50,7 @@ TYPES = (*codecs._INNER, *codecs._PUBLIC)
 
 REQUESTS = (
     REQUEST, WHOLE_REQUEST, QUEUED_REQUEST, TRACED_REQUEST, PARSED_REQUEST, RENEWED_REQUEST,
-    ALIASED_REQUEST,
+    ALIASED_REQUEST, BILLED_REQUEST,
 )  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def test_golden_request_sets_every_field() -> None:
                     PARSED_REQUEST,
                     RENEWED_REQUEST,
                     ALIASED_REQUEST,
+                    BILLED_REQUEST,
                 )
             ]
             assert any(value != field.default for value in values), field.name
