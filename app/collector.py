@@ -1,7 +1,8 @@
-"""Collector process: writes one result for each finished request that gets one.
+"""Collector process: writes the usage of each finished request, and a result if it gets one.
 
 requests ──group──► GroupConsumer ──► LaneCollector ──► results ──► ReplySender: their copies
 responses ────────► LaneReader ─────────┘
+ledger ───────────► UsageReader ──► UsageWriter ──► usage: one record for each request
 registry ─────────► ModelNames   artifacts ──► ModelLoader: text of tokens, for logprobs
 batch-jobs, results, file-parts ◄──► JobRunner ──► batch: the jobs of the Batch API
 """
@@ -23,6 +24,7 @@ from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.results.collector_context import CollectorContext
 from kvlane.app.results.lane_collector import LaneCollector, LaneReader
 from kvlane.app.results.reply_sender import ReplySender
+from kvlane.app.results.usage_writer import UsageReader, UsageWriter
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
@@ -52,6 +54,7 @@ class Collector(ObservedProcess):
         """`pool`: for loading tokenizers."""
         self._ctx = ctx
         self._lanes: dict[int, LaneCollector] = {}
+        self._usage: dict[int, UsageWriter] = {}
         self._has_joined = False
         self._threads = ThreadPool(threads=1)
         pool = pool or self._threads
@@ -84,6 +87,7 @@ class Collector(ObservedProcess):
             dead_letters=DeadLetterWriter(RecordPublisher(log, ctx.clock, broker_clock)),
         )
         self._reader = LaneReader(self._context, self._lanes)
+        self._usage_reader = UsageReader(self._context, self._usage)
         probes = Probes(self._checks, metrics.page, lambda: ctx.error is None)
         self._status = StatusServer(settings, ctx, probes, metrics)
 
@@ -95,6 +99,7 @@ class Collector(ObservedProcess):
         await self._registry.wait_caught_up()
         ctx.spawn("requests", self._requests.run())
         ctx.spawn("replies", self._reader.run())
+        ctx.spawn("usage", self._usage_reader.run())
         ctx.spawn("replies to clients", self._replies.run())
         ctx.spawn("checks", self._check())
         await self._requests.wait_joined()
@@ -112,12 +117,14 @@ class Collector(ObservedProcess):
 
     def on_claimed(self, claim: PartitionClaim) -> None:
         self._lanes[claim.partition] = LaneCollector(self._context, claim)
+        self._usage[claim.partition] = UsageWriter(self._context, claim)
 
     def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
         self._lanes[claim.partition].on_request_record(log_record)
 
     def on_released(self, claim: PartitionClaim) -> None:
         self._lanes.pop(claim.partition).close()
+        self._usage.pop(claim.partition).close()
 
     @property
     def _serves_lanes(self) -> bool:

@@ -45,7 +45,7 @@ from kvlane.app.configuration.worker_settings import (
     worker_conflicts,
 )
 from kvlane.streams.ids import TenantTag
-from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, RESULTS
+from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, RESULTS, USAGE
 
 if TYPE_CHECKING:
     from kvlane.indexer.block_hashes import KeySecret
@@ -165,6 +165,7 @@ class Settings(  # pydantic takes the fields of the last base first
             retention_ms={
                 BATCH: int(self.batch_retention_s * 1000),
                 RESULTS: int(self.results_retention_s * 1000),
+                USAGE: int(self.usage_retention_s * 1000),
             },
         )
 

@@ -20,6 +20,7 @@ REQUESTS = "requests"
 LEDGER = "ledger"
 RESPONSES = "responses"
 RESULTS = "results"
+USAGE = "usage"
 ENDED_IDS = "ended-ids"
 ASSIGNMENTS = "assignments"
 KV_EVENTS = "kv-events"
@@ -127,6 +128,11 @@ TOPICS: tuple[Topic, ...] = (
         ("collector",), ("collector", "gateway", "client", "operator"),
     ),
     Topic(
+        USAGE, "request id", PER_LANE, 62 * DAY_MS, "JSON",
+        ("RequestUsage",),
+        ("collector",), ("collector", "operator"),
+    ),
+    Topic(
         ENDED_IDS, "lane", 1, 10 * 24 * HOUR_MS, "msgpack",
         ("EndedIds",),
         ("router",), ("router",),
@@ -185,7 +191,7 @@ TOPICS: tuple[Topic, ...] = (
 OF_CLIENTS = frozenset({PROMPTS, BATCH})
 """Topics that clients write, perhaps in transactions; their end is the last stable offset."""
 
-READ_COMMITTED = OF_CLIENTS | {RESULTS}
+READ_COMMITTED = OF_CLIENTS | {RESULTS, USAGE}
 """Topics that are written by transactions, and read committed by all readers of the project. Of
 `results` the end is that of the log: a look for results waits for transactions of other lanes."""
 

@@ -26,6 +26,7 @@ from kvlane.streams.topics import (
     PROMPTS,
     RESULTS,
     TOPICS_BY_NAME,
+    USAGE,
 )
 
 
@@ -205,6 +206,11 @@ class TopicSettings(BaseModel):
         (TOPICS_BY_NAME[RESULTS].retention_ms or 0) / 1000,
         ge=3600,
         description="time for which results are kept, in seconds",
+    )
+    usage_retention_s: float = Field(
+        (TOPICS_BY_NAME[USAGE].retention_ms or 0) / 1000,
+        ge=2 * 86_400,
+        description="time for which the usage of requests is kept, in seconds; longer than ledger",
     )
     replication_factor: int | None = Field(
         None,

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvlane.app.metrics.metric_set import MetricSet
+from kvlane.streams.records import RequestUsage
 
 RESULT_STATUSES = ("completed", "failed", "cancelled")
 TRANSACTION_OUTCOMES = ("committed", "failed", "fenced")
+MAX_TENANTS = 100
+"""Tenants with a label of their own, the first that have used anything; the others count as
+`other`. A client of Kafka may name any tenant."""
 UNDELIVERED_REASONS = ("no_topic", "too_large", "failed")
 
 
@@ -46,6 +50,17 @@ class CollectorMetrics(MetricSet):
             ("batch_jobs", "Batch jobs that this collector runs now", batch_jobs),
         ):
             self.gauge(f"kvlane_collector_{name}", meaning).set_function(value)
+        self._tenants: set[str] = set()
+        self._usage_requests = self.counter(
+            "kvlane_collector_usage_requests",
+            "Requests whose usage was written, by tenant; other: beyond the first 100",
+            "tenant",
+        )
+        self._usage_tokens = self.counter(
+            "kvlane_collector_usage_tokens",
+            "Tokens in the usage of requests, by tenant and kind; cached are among prompt",
+            "tenant", "kind",
+        )  # fmt: skip
         for status in RESULT_STATUSES:
             self._results.labels(status)
         for outcome in TRANSACTION_OUTCOMES:
@@ -61,6 +76,21 @@ class CollectorMetrics(MetricSet):
     def count_transaction(self, outcome: str) -> None:
         """A transaction has ended, or its end is unknown (failed)."""
         self._transactions.labels(outcome).inc()
+
+    def count_usage(self, usage: RequestUsage) -> None:
+        """The usage of a request is in the log."""
+        tenant = usage.tenant
+        if tenant not in self._tenants:
+            if len(self._tenants) < MAX_TENANTS:
+                self._tenants.add(tenant)
+            else:
+                tenant = "other"
+        self._usage_requests.labels(tenant).inc()
+        for kind, tokens in (
+            ("prompt", usage.prompt_tokens), ("cached", usage.cached_tokens),
+            ("output", usage.output_tokens), ("recomputed", usage.recomputed_tokens),
+        ):  # fmt: skip
+            self._usage_tokens.labels(tenant, kind).inc(tokens)
 
     def count_unreadable(self) -> None:
         self._unreadable.inc()

@@ -37,9 +37,9 @@ def test_names_are_unique_and_short() -> None:
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyz-"), name
 
 
-def test_lane_is_the_same_partition_of_four_topics() -> None:
+def test_lane_is_the_same_partition_of_its_topics() -> None:
     lanes = {topic.name for topic in TOPICS if topic.partitions == PER_LANE}
-    assert lanes == {topics.REQUESTS, topics.LEDGER, topics.RESPONSES, topics.RESULTS}
+    assert lanes == {topics.REQUESTS, topics.LEDGER, topics.RESPONSES, topics.RESULTS, topics.USAGE}
     assert {TOPICS_BY_NAME[name].key for name in lanes} == {"request id"}
 
 
@@ -51,6 +51,7 @@ def test_every_named_topic_is_in_the_table() -> None:
         topics.LEDGER,
         topics.RESPONSES,
         topics.RESULTS,
+        topics.USAGE,
         topics.ENDED_IDS,
         topics.ASSIGNMENTS,
         topics.KV_EVENTS,

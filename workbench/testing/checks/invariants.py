@@ -7,6 +7,7 @@
     orders       about workers are those of the registry (`cordon_checks.py`)
     jobs         one line of output for each line of input (`job_checks.py`)
     results      one for each request that asks for one, equal to its stream (`result_checks.py`)
+    usage        one record for each request that has ended (`usage_checks.py`)
     replies      are copies of results, and hold no others (`reply_checks.py`)
     groups       have committed everything
     credit       of a report is used once (`credit_recount.py`), and shared without overlap
@@ -49,6 +50,7 @@ from workbench.testing.checks.stream_checks import (
     waiting_answers,
 )
 from workbench.testing.checks.tenant_checks import tenant_violations
+from workbench.testing.checks.usage_checks import usage_violations
 from workbench.testing.clients.all_clients import Clients
 from workbench.testing.simulated_world import SimulatedWorld
 
@@ -75,6 +77,7 @@ STEADY_TASKS = {
         "registry",
         "requests",
         "replies",
+        "usage",
         "replies to clients",
         "checks",
         "batch jobs",
@@ -92,6 +95,7 @@ OPTIONAL_TASKS = {
     "judgement",
     "cache events",
     *(f"results of lane {n}" for n in range(3)),
+    *(f"usage of lane {n}" for n in range(3)),
 }
 """Tasks that not every worker has all the time, health probes of the engine and cache events, and
 those of the lanes that a collector owns."""
@@ -103,6 +107,7 @@ def violations(world: SimulatedWorld, clients: Clients) -> list[str]:
         *_uncommitted(world),
         *stream_violations(world, clients),
         *result_violations(world, clients),
+        *usage_violations(world),
         *reply_violations(world, clients),
         *job_violations(world, clients),
         *tenant_violations(world),

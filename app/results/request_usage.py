@@ -1,0 +1,280 @@
+"""The usage of the requests of one lane, from the records of its ledger alone. Pure.
+
+Why the ledger: each request ends in it exactly once, by the rule of routers (`LaneState`), whatever
+was killed, retried or refused, with a result or without; workers report there what their engines
+have counted, and it is kept for 24 h, so that a collector may be down for so long. The counts of a
+complete answer are those that its client got (`Finished.usage`). An answer that a router ended has
+the tokens that its worker reports with the end of the run; without such a report, as after a crash,
+the tokens that readers have, which `usage_writer.py` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvlane.app.routing.state.active_load import ActiveLoad
+from kvlane.app.routing.state.batch_runs import BatchRuns
+from kvlane.app.routing.state.ledger import LaneState
+from kvlane.app.routing.state.request_state import FinishedRequest, LedgerRecord, RunId, RunLoads
+from kvlane.streams.record_base import Account
+from kvlane.streams.records import (
+    Assigned,
+    Ended,
+    Fencing,
+    Finished,
+    LogRecord,
+    PrefillDone,
+    RequestUsage,
+    Started,
+    Usage,
+)
+
+REPORT_WAIT_MS = 10_000
+"""Time after the end of a request for the report of the worker that a router has stopped."""
+_SWEEP_RECORDS = 10_000
+
+
+class RunUsage(msgspec.Struct):
+    """One run: `base_tokens` of the answer are of runs before it."""
+
+    base_tokens: int = 0
+    prompt_tokens: int = 0
+    has_begun: bool = False
+    has_computed: bool = False
+    """Whether its prompt was computed."""
+    cached_tokens: int = 0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    output_tokens: int = 0
+    code: str = ""
+    """How it ended; "" before."""
+    usage: Usage | None = None
+
+
+class LedgerEnd(NamedTuple):
+    """The record that ended a request: its offset and append time; `code`: of the request."""
+
+    offset: int
+    at_ms: int
+    code: str
+
+
+class CountedRun(NamedTuple):
+    """A run whose shown tokens are to be counted in `responses`, from an offset on."""
+
+    attempt: int
+    base_tokens: int
+    responses_from: int
+
+
+class ShownAnswer(NamedTuple):
+    """What readers have of an answer: `code` of its end, "" without one."""
+
+    tokens: int
+    code: str
+
+
+class RequestHistory(msgspec.Struct):
+    """What the ledger has of a request since `offset`, its first record, appended at `since_ms`."""
+
+    id: str
+    offset: int
+    since_ms: int
+    account: Account = Account()
+    attempt: int = 0
+    responses_from: int = 0
+    runs: dict[RunId, RunUsage] = msgspec.field(default_factory=dict)
+    final: RunUsage | None = None
+    """The run that ended the request; None if a router did."""
+    end: LedgerEnd | None = None
+
+    def apply(self, record: LedgerRecord) -> None:
+        if isinstance(record, Ended):
+            self.account = record.account or self.account
+            return
+        self.attempt = max(self.attempt, record.attempt)
+        if isinstance(record, Fencing):
+            self.responses_from = record.responses_from or self.responses_from
+            return
+        run_id = RunId(record.attempt, record.phase, record.worker, record.epoch)
+        run = self.runs.setdefault(run_id, RunUsage())
+        if isinstance(record, Assigned):
+            self.account = record.account or self.account
+            run.base_tokens, run.prompt_tokens = record.base_tokens, record.prompt_tokens
+            self.responses_from = self.responses_from or record.responses_from
+        elif isinstance(record, Started):
+            run.has_begun = True
+            run.prompt_tokens = run.prompt_tokens or record.prompt_tokens
+            self.responses_from = self.responses_from or record.responses_from
+        elif isinstance(record, PrefillDone):
+            run.has_begun = run.has_computed = True
+            run.cached_tokens, run.prefill_ms = record.cached_tokens, record.prefill_ms
+        elif not run.code:
+            self._finish(record, run)
+
+    def _finish(self, record: Finished, run: RunUsage) -> None:
+        self.account = record.account or self.account
+        run.code, run.usage, run.output_tokens = record.code, record.usage, record.output_tokens
+        run.has_begun |= record.code not in ("worker_full", "expired")
+        if record.output_tokens or record.code in ("stop", "length"):
+            run.has_computed = True
+            run.cached_tokens = max(run.cached_tokens, record.cached_tokens)
+        run.decode_ms = record.itl_ms * max(0, record.output_tokens - 1)
+
+    @property
+    def last_run(self) -> tuple[RunId, RunUsage] | None:
+        """The last run with a part of the answer, if any has begun."""
+        begun = [(k, run) for k, run in self.runs.items() if k.phase != "prefill" and run.has_begun]
+        return max(begun, key=lambda pair: pair[0].attempt, default=None)
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the worker that a router has stopped may report yet."""
+        last = self.last_run
+        if self.final is not None or last is None:
+            return False
+        return not last[1].code and last[0].attempt == self.attempt
+
+    def to_count(self) -> CountedRun | None:
+        """The run whose tokens nobody has reported: that of an answer that a router ended."""
+        last = self.last_run
+        if self.final is not None or last is None or last[1].code == "cancelled":
+            return None
+        return CountedRun(last[0].attempt, last[1].base_tokens, self.responses_from)
+
+    def usage(self, shown: ShownAnswer | None = None) -> RequestUsage:
+        """The usage, after the end. `shown`: by the run in `to_count`; None if its records are no
+        longer kept."""
+        assert self.end is not None, "the request has not ended"
+        unknown: tuple[str, ...] = ()
+        last = self.last_run
+        run = self.final or (None if last is None else last[1])
+        counts = None if run is None else run.usage
+        if run is None:
+            output = max((each.base_tokens for each in self.runs.values()), default=0)
+        elif self.to_count() is None:
+            output = run.base_tokens + run.output_tokens
+        else:
+            output, counts = run.base_tokens if shown is None else shown.tokens, None
+            unknown = ("output_tokens",) if shown is None else ()
+        computed = [(k, each) for k, each in self.runs.items() if each.has_computed]
+        prompt = max((each.prompt_tokens for _, each in computed), default=0)
+        cached = min(computed[0][1].cached_tokens, prompt) if computed else 0
+        reasoning = 0
+        if counts is not None:
+            unknown, reasoning = counts.unknown, _reasoning_tokens(counts)
+            prompt = prompt if "prompt_tokens" in unknown else counts.prompt_tokens
+            cached = counts.cached_tokens
+            output = output if "completion_tokens" in unknown else counts.completion_tokens
+        account, code = self.account, self.end.code
+        if code == "seen":  # the router has found the end that its readers have
+            code = "lost" if shown is None else shown.code
+        return RequestUsage(
+            id=self.id, code=code, ended_ms=self.end.at_ms,
+            tenant=account.tenant, key_id=account.key_id, model=account.model, alias=account.alias,
+            adapter=account.adapter, service_class=account.service_class,
+            prompt_tokens=prompt, cached_tokens=cached, output_tokens=output,
+            reasoning_tokens=reasoning, recomputed_tokens=_recomputed_tokens(computed),
+            attempts=len({k.attempt for k, each in self.runs.items() if each.has_begun}),
+            prefill_ms=round(sum(e.prefill_ms for k, e in computed if k.phase != "decode")),
+            decode_ms=round(sum(each.decode_ms for each in self.runs.values())),
+            workers=tuple(dict.fromkeys(k.worker for k, e in self.runs.items() if e.has_begun)),
+            unknown=unknown,
+        )  # fmt: skip
+
+
+def _reasoning_tokens(usage: Usage) -> int:
+    details: Any = (usage.details or {}).get("completion_tokens_details")
+    found = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
+    return found if isinstance(found, int) else 0
+
+
+def _recomputed_tokens(computed: Sequence[tuple[RunId, RunUsage]]) -> int:
+    """Tokens of the prompt, and of the answer so far, that runs after the first have computed."""
+    again = [run for run_id, run in computed[1:] if run_id.phase != "decode"]
+    return sum(max(0, run.prompt_tokens + run.base_tokens - run.cached_tokens) for run in again)
+
+
+class LaneUsage:
+    """The requests of a lane whose usage is not written, and the ids of those whose usage is."""
+
+    def __init__(self, window_ms: int) -> None:
+        """`window_ms`: for how long ids of ended requests are known, by the ledger's time."""
+        self.ended: dict[str, RequestHistory] = {}
+        """Requests that have ended, in the order of their ends."""
+        self._lane = LaneState(window_ms)
+        self._loads = RunLoads(ActiveLoad(), BatchRuns())
+        self._histories: dict[str, RequestHistory] = {}
+        """Those in `ended` too, in the order of their first records."""
+        self._records = 0
+
+    def first_besides(self, written: Collection[str]) -> RequestHistory | None:
+        """Of all requests but these the one whose first record is the first."""
+        left = (each for each in self._histories.values() if each.id not in written)
+        return next(left, None)
+
+    def add_written(self, written: Mapping[str, int]) -> None:
+        """The usage of these ids is in the log: its append time in ms. Before any record."""
+        for request_id, at_ms in written.items():
+            self._lane.finish(request_id, FinishedRequest("", 0, at_ms))
+
+    def apply(self, log_record: LogRecord) -> None:
+        """Apply the next record of the ledger."""
+        record = log_record.record
+        if not isinstance(record, LedgerRecord):
+            return
+        finished = self._lane.finished
+        if record.id in finished:
+            if (history := self.ended.get(record.id)) is not None and isinstance(record, Finished):
+                history.apply(record)
+            return
+        history = self._histories.get(record.id)
+        if history is None:
+            history = RequestHistory(record.id, log_record.offset, log_record.timestamp_ms)
+            self._histories[record.id] = history
+        history.apply(record)
+        self._lane.apply(log_record, self._loads)
+        if (outcome := finished.get(record.id)) is not None:
+            self._end(history, log_record, outcome)
+        self._records += 1
+        if self._records % _SWEEP_RECORDS == 0:
+            self._sweep()
+
+    def _end(
+        self, history: RequestHistory, log_record: LogRecord, outcome: FinishedRequest
+    ) -> None:
+        if outcome.code == "seen" and not history.runs:  # a repetition of a request that has ended
+            del self._histories[history.id]
+            return
+        if not isinstance(log_record.record, Ended):
+            finals = (
+                run
+                for run_id, run in history.runs.items()
+                if run_id.phase != "prefill" and run.code == outcome.code
+                and run_id.attempt == outcome.attempt
+            )  # fmt: skip
+            history.final = next(finals, None)
+        history.end = LedgerEnd(log_record.offset, log_record.timestamp_ms, outcome.code)
+        self.ended[history.id] = history
+
+    def ready(self, now_ms: int) -> Iterator[RequestHistory]:
+        """Requests that have ended, and whose workers have reported or will not. `now_ms`: broker
+        time."""
+        for history in self.ended.values():
+            assert history.end is not None, "it has ended"
+            if not history.awaits_report or now_ms > history.end.at_ms + REPORT_WAIT_MS:
+                yield history
+
+    def finish(self, written: Sequence[RequestHistory]) -> None:
+        """The usage of these is in the log."""
+        for history in written:
+            del self.ended[history.id], self._histories[history.id]
+
+    def _sweep(self) -> None:
+        """Drop records of requests that the ledger does not know any more."""
+        for request_id in list(self._histories):
+            if request_id not in self.ended and request_id not in self._lane.requests:
+                del self._histories[request_id]
