@@ -24,6 +24,7 @@ from kvlane.app.commands import (
     model_commands,
     request_commands,
     topic_commands,
+    usage_command,
     worker_commands,
 )
 from kvlane.app.commands.console import escape_lines
@@ -91,6 +92,7 @@ app.command()(fleet_commands.top)
 app.command()(doctor_command.doctor)
 app.command()(fleet_commands.requests)
 app.command()(fleet_commands.queue)
+app.command()(usage_command.usage)
 app.command()(audit_commands.explain)
 app.command()(audit_commands.replay)
 app.command(context_settings={"ignore_unknown_options": True})(audit_commands.verify_decisions)

@@ -77,7 +77,7 @@ class ShownAnswer(NamedTuple):
     code: str
 
 
-class RequestHistory(msgspec.Struct):
+class BilledRequest(msgspec.Struct):
     """What the ledger has of a request since `offset`, its first record, appended at `since_ms`."""
 
     id: str
@@ -203,15 +203,15 @@ class LaneUsage:
 
     def __init__(self, window_ms: int) -> None:
         """`window_ms`: for how long ids of ended requests are known, by the ledger's time."""
-        self.ended: dict[str, RequestHistory] = {}
+        self.ended: dict[str, BilledRequest] = {}
         """Requests that have ended, in the order of their ends."""
         self._lane = LaneState(window_ms)
         self._loads = RunLoads(ActiveLoad(), BatchRuns())
-        self._histories: dict[str, RequestHistory] = {}
+        self._histories: dict[str, BilledRequest] = {}
         """Those in `ended` too, in the order of their first records."""
         self._records = 0
 
-    def first_besides(self, written: Collection[str]) -> RequestHistory | None:
+    def first_besides(self, written: Collection[str]) -> BilledRequest | None:
         """Of all requests but these the one whose first record is the first."""
         left = (each for each in self._histories.values() if each.id not in written)
         return next(left, None)
@@ -233,7 +233,7 @@ class LaneUsage:
             return
         history = self._histories.get(record.id)
         if history is None:
-            history = RequestHistory(record.id, log_record.offset, log_record.timestamp_ms)
+            history = BilledRequest(record.id, log_record.offset, log_record.timestamp_ms)
             self._histories[record.id] = history
         history.apply(record)
         self._lane.apply(log_record, self._loads)
@@ -243,9 +243,7 @@ class LaneUsage:
         if self._records % _SWEEP_RECORDS == 0:
             self._sweep()
 
-    def _end(
-        self, history: RequestHistory, log_record: LogRecord, outcome: FinishedRequest
-    ) -> None:
+    def _end(self, history: BilledRequest, log_record: LogRecord, outcome: FinishedRequest) -> None:
         if outcome.code == "seen" and not history.runs:  # a repetition of a request that has ended
             del self._histories[history.id]
             return
@@ -260,7 +258,7 @@ class LaneUsage:
         history.end = LedgerEnd(log_record.offset, log_record.timestamp_ms, outcome.code)
         self.ended[history.id] = history
 
-    def ready(self, now_ms: int) -> Iterator[RequestHistory]:
+    def ready(self, now_ms: int) -> Iterator[BilledRequest]:
         """Requests that have ended, and whose workers have reported or will not. `now_ms`: broker
         time."""
         for history in self.ended.values():
@@ -268,7 +266,7 @@ class LaneUsage:
             if not history.awaits_report or now_ms > history.end.at_ms + REPORT_WAIT_MS:
                 yield history
 
-    def finish(self, written: Sequence[RequestHistory]) -> None:
+    def finish(self, written: Sequence[BilledRequest]) -> None:
         """The usage of these is in the log."""
         for history in written:
             del self.ended[history.id], self._histories[history.id]

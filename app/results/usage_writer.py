@@ -25,7 +25,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvlane.app.results.collector_context import CollectorContext
-from kvlane.app.results.request_usage import LaneUsage, RequestHistory, ShownAnswer
+from kvlane.app.results.request_usage import BilledRequest, LaneUsage, ShownAnswer
 from kvlane.streams.clock import CLOCK_SKEW_MS, MAX_BACKOFF_S
 from kvlane.streams.codecs import decode, encode
 from kvlane.streams.errors import (
@@ -155,7 +155,7 @@ class UsageWriter:
         for usage in written:
             self._context.metrics.count_usage(usage)
 
-    async def _shown_answers(self, batch: Sequence[RequestHistory]) -> Mapping[str, ShownAnswer]:
+    async def _shown_answers(self, batch: Sequence[BilledRequest]) -> Mapping[str, ShownAnswer]:
         """What readers have of the answers of which no worker has reported any number; those whose
         records are no longer kept are left out."""
         runs = {h.id: run for h in batch if (run := h.to_count()) is not None}

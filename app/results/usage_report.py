@@ -1,0 +1,97 @@
+"""Sums of the usage of a period, by tenant or other fields, from the topic `usage` alone.
+
+The same period gives the same sums whenever it is read, while its records are kept: a record counts
+in the period of its `ended_ms`, an append time of the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from kvlane.app.operator_error import OperatorError
+from kvlane.streams.clock import CLOCK_SKEW_MS, Clock
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import Malformed
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.range_reader import Progress, read_range
+from kvlane.streams.records import RequestUsage
+from kvlane.streams.topics import USAGE
+
+FIELDS = {
+    "tenant": "tenant", "key": "key_id", "model": "model", "alias": "alias", "adapter": "adapter",
+    "class": "service_class", "code": "code",
+}  # fmt: skip
+"""Names of groups, and the fields of `RequestUsage`."""
+COUNTS = (
+    "prompt_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "recomputed_tokens",
+    "attempts", "prefill_ms", "decode_ms",
+)  # fmt: skip
+_COMPLETED = frozenset({"stop", "length"})
+
+
+class UsageSum(msgspec.Struct):
+    """The sums of one group. `completed`: requests with a whole answer; `incomplete`: requests of
+    which a count is unknown."""
+
+    requests: int = 0
+    completed: int = 0
+    incomplete: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    recomputed_tokens: int = 0
+    attempts: int = 0
+    prefill_ms: int = 0
+    decode_ms: int = 0
+
+    def add(self, usage: RequestUsage) -> None:
+        self.requests += 1
+        self.completed += usage.code in _COMPLETED
+        self.incomplete += bool(usage.unknown)
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(usage, name))
+
+
+def parse_groups(text: str) -> list[str]:
+    """The names of groups in a list with commas. Raises OperatorError for others."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in FIELDS]:
+        raise OperatorError(
+            f"usage has no group {', '.join(unknown)}: choose among {', '.join(FIELDS)}"
+        )
+    return list(dict.fromkeys(names))
+
+
+async def sum_usage(
+    log: Log, clock: Clock, period: range, groups: Sequence[str], progress: Progress
+) -> dict[tuple[str, ...], UsageSum]:
+    """The sums by the values of `groups`, in their order. `period`: in ms since 1970. Raises
+    BrokerUnavailable, PositionLost, AccessDenied, NewerRecord."""
+    numbers = list(range(await log.partitions(USAGE)))
+    ends = await log.end_offsets(USAGE, numbers)
+    since_ms = max(0, period.start - CLOCK_SKEW_MS)
+    starts = {n: await log.offset_at(USAGE, n, since_ms) for n in numbers}
+    fields = [FIELDS[name] for name in groups]
+    sums: dict[tuple[str, ...], UsageSum] = {}
+    pieces = read_range(
+        log,
+        clock,
+        {Partition(USAGE, n): start for n, start in starts.items()},
+        {Partition(USAGE, n): end for n, end in ends.items()},
+        progress=progress,
+    )
+    async with aclosing(pieces):
+        async for piece in pieces:
+            for record in piece.records:
+                try:
+                    usage = decode(record)
+                except Malformed:
+                    continue
+                if isinstance(usage, RequestUsage) and usage.ended_ms in period:
+                    key = tuple(getattr(usage, field) for field in fields)
+                    sums.setdefault(key, UsageSum()).add(usage)
+    return dict(sorted(sums.items()))

@@ -1,0 +1,149 @@
+"""Test of the usage of tenants on a real Kafka, while parts are killed: the sums of the log equal a
+recount from the engines' own counters, to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvlane.app.collector import Collector
+from kvlane.app.commands.kafka_client import connect_client
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import EngineOutput, GenerateContext
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.request import Request
+from tests.harness.kafka_processes import kvlane, provisioned
+
+IS_LONG = os.environ.get("KVLANE_TEST_LONG") == "1"
+REQUESTS = 10_000 if IS_LONG else 240
+TENANTS = ("acme", "globex", "initech")
+PROMPT, TOKENS, STEP_S = [97, 98, 99, 258], 20, 0.05
+WAIT_S = 1500.0 if IS_LONG else 60.0
+PARTS = {"router": Router, "preprocessor": Preprocessor, "collector": Collector}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 if IS_LONG else 150)]
+
+
+class CountingEngine(EchoEngine):
+    """Counts, for each request, the tokens of its answer up to the last one that it computed."""
+
+    def __init__(self, counted: dict[str, int], **options: Any) -> None:
+        super().__init__(SystemClock(), STEP_S, model="demo", **options)
+        self._counted = counted
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncIterator[EngineOutput]:
+        self._counted[request.id] = context.taken_tokens
+        async for output in super().generate(request, context):
+            self._counted[request.id] += len(output.token_ids)
+            yield output
+
+
+class Parts:
+    """Parts of a deployment in this process, by name; each can be killed."""
+
+    def __init__(self) -> None:
+        self.counted: dict[str, int] = {}
+        self._running: dict[str, tuple[KafkaLog, ProcessContext]] = {}
+
+    async def start(self, *names: str) -> None:
+        for name in names:
+            settings = Settings(router_id=name, status_port=None)
+            own = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+            ctx = ProcessContext(name)
+            await own.start()
+            self._running[name] = own, ctx
+            if name.startswith("w"):
+                engine = CountingEngine(self.counted, max_num_seqs=16)
+                await Worker(own, settings, ctx, engine, worker_id=name).start()
+            else:
+                await PARTS[name.rstrip("12")](own, settings, ctx).start()
+
+    async def kill(self, *names: str) -> None:
+        for name in names or list(self._running):
+            own, ctx = self._running.pop(name)
+            await ctx.cancel_tasks()
+            await own.close()
+
+
+async def usage(by: str) -> list[dict[str, Any]]:
+    found = await kvlane("usage", "--by", by, "--format", "json", "--since", "-1h")
+    rows: list[dict[str, Any]] = json.loads(found)["usage"]
+    return rows
+
+
+@pytest.fixture
+async def parts(
+    kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Parts]:
+    for name, value in (
+        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
+        ("LANES", "2"), ("HASH_SECRET", "tests"), ("WORKER_TIMEOUT_S", "2"),
+        ("HEARTBEAT_INTERVAL_S", "0.5"), ("SESSION_TIMEOUT_MS", "6000"), ("MAX_NUM_SEQS", "16"),
+    ):  # fmt: skip
+        monkeypatch.setenv(f"KVLANE_{name}", value)
+    async with provisioned(Settings()):
+        parts = Parts()
+        try:
+            yield parts
+        finally:
+            await parts.kill()
+
+
+async def test_usage_of_each_tenant_is_the_recount_of_engines(parts: Parts) -> None:
+    clock = SystemClock()
+    await parts.start("w1", "w2", "router1", "router2", "preprocessor1", "collector1")
+    body = {"token_ids": PROMPT, "max_tokens": TOKENS}
+    async with connect_client(Settings()) as client:
+        prompts = [
+            Prompt(
+                id=client.new_request_id(), kind="tokens", body=body,
+                tenant=TENANTS[number % len(TENANTS)],
+            )
+            for number in range(REQUESTS)
+        ]  # fmt: skip
+        unknown = Prompt(id="unknown", kind="tokens", body=body | {"model": "none"}, tenant="acme")
+        await asyncio.gather(*(client.publish(each) for each in [*prompts, unknown]))
+        answers = asyncio.gather(*(client.result(each.id, WAIT_S) for each in prompts))
+        await clock.sleep(1.5)
+        await parts.kill("w1")
+        await parts.start("w3")
+        await parts.kill("collector1", "router1")
+        await parts.start("collector2")
+        replies = await answers
+    assert {len(reply.tokens) for reply in replies} == {TOKENS}
+    async with asyncio.timeout(WAIT_S):
+        while sum(row["requests"] for row in await usage("model")) <= REQUESTS:
+            await clock.sleep(0.5)
+    rows = {row["tenant"]: row for row in await usage("tenant")}
+    recount, share = Counter[str](), Counter(each.tenant for each in prompts)
+    for each in prompts:
+        recount[each.tenant] += parts.counted[each.id]
+    sums = {
+        name: {tenant: row[name] for tenant, row in rows.items()}
+        for name in ("output_tokens", "prompt_tokens", "completed")
+    }
+    assert sums == {
+        "output_tokens": recount,
+        "prompt_tokens": {tenant: count * len(PROMPT) for tenant, count in share.items()},
+        "completed": share,
+    }
+    assert sum(row["attempts"] for row in rows.values()) > REQUESTS  # of killed workers
+    codes = {row["code"]: row["requests"] for row in await usage("code")}
+    assert codes == {"length": REQUESTS, "model_not_found": 1}
+    assert await usage("tenant") == list(rows.values())
