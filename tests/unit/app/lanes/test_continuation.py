@@ -28,8 +28,9 @@ PARTS: dict[str, Any] = {
     "output": OutputOptions,
 }
 NO_OPTIONS = frozenset({
-    "id", "model", "alias", "token_ids", "tenant", "key_id", "deadline_s", "received_ms", "hints", "mdc_sum",
-    "annotations", "cache_salt", "mm_routing_info", "router_config_override", "prefill_result",
+    "id", "model", "alias", "token_ids", "tenant", "key_id", "deadline_s", "received_ms", "hints",
+    "mdc_sum", "annotations", "cache_salt", "mm_routing_info", "router_config_override",
+    "prefill_result",
     "migration_link", "bootstrap_info", "router", "agent_context", "request_timestamp_ms",
     "is_probe", "queued_ms", "service_class", "is_renewed", "result", "traceparent",
     "shown",
