@@ -256,7 +256,7 @@ class _Reading:
         origin = decision.origin
         kept = self._kept.get(Partition(origin.topic, origin.partition))
         self.without_request += kept is not None and origin.offset < kept
-        full = decision.with_candidates(decision.candidates)
+        full = replace(decision.with_candidates(decision.candidates), account=None)
         return CapturedDecision(
             at_ms=log_record.timestamp_ms,
             lane=source.partition,
@@ -282,7 +282,7 @@ class _Reading:
         is_final = record.code in _FINAL or (record.code == "error" and not record.retryable)
         if is_final and record.phase != "prefill":
             del self._open[record.id]
-        return CapturedRun(at_ms=at_ms, end=replace(record, message=""))
+        return CapturedRun(at_ms=at_ms, end=replace(record, message="", account=None))
 
 
 def _later(progress: Progress, before: int, total: int, done: int, _: int) -> None:
