@@ -17,6 +17,7 @@ from __future__ import annotations
 from kvlane.streams.record_base import MAX_ID_CHARS, Account, EndCode, LogRecord, Phase, RunKey
 from kvlane.streams.record_types.candidate_records import Candidate, CandidateRows
 from kvlane.streams.record_types.ledger_records import (
+    RUN_CODES,
     Assigned,
     Cancel,
     Ended,

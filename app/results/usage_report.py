@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from kvlane.app.http.api_errors import WHOLE_CODES
 from kvlane.app.operator_error import OperatorError
 from kvlane.streams.clock import CLOCK_SKEW_MS, Clock
 from kvlane.streams.codecs import decode
@@ -29,7 +30,6 @@ COUNTS = (
     "prompt_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "recomputed_tokens",
     "attempts", "prefill_ms", "decode_ms",
 )  # fmt: skip
-_COMPLETED = frozenset({"stop", "length"})
 
 
 class UsageSum(msgspec.Struct):
@@ -50,7 +50,7 @@ class UsageSum(msgspec.Struct):
 
     def add(self, usage: RequestUsage) -> None:
         self.requests += 1
-        self.completed += usage.code in _COMPLETED
+        self.completed += usage.code in WHOLE_CODES
         self.incomplete += bool(usage.unknown)
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(usage, name))

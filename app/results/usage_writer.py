@@ -38,7 +38,7 @@ from kvlane.streams.errors import (
 from kvlane.streams.ports import Partition, Reader, Record, TopicEntry
 from kvlane.streams.reading.group_consumer import PartitionClaim
 from kvlane.streams.reading.range_reader import end_offset_of, read_range
-from kvlane.streams.records import LogRecord
+from kvlane.streams.records import RUN_CODES, LogRecord
 from kvlane.streams.responses.transcript import VISIBLE, Transcript
 from kvlane.streams.topics import LEDGER, RESPONSES, USAGE
 
@@ -243,8 +243,9 @@ def position_of(record: Record) -> LedgerPosition | None:
 
 
 def _shown(answer: Transcript) -> ShownAnswer:
-    end = "" if answer.end is None else answer.end.code
-    return ShownAnswer(answer.shown_tokens, answer.finish_reason or end)
+    if (reason := answer.finish_reason) is not None:
+        return ShownAnswer(answer.shown_tokens, RUN_CODES.get(reason, "stop"))
+    return ShownAnswer(answer.shown_tokens, "" if answer.end is None else answer.end.code)
 
 
 def _count(answer: Transcript, record: Record) -> None:

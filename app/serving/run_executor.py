@@ -51,8 +51,8 @@ from kvlane.streams.codecs import token_count, unpack_tokens
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import (
+    RUN_CODES,
     Assignment,
-    FinishReason,
     PrefillDone,
     RunCode,
     RunKey,
@@ -66,16 +66,6 @@ log = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 1000
 """Limit of an error message about a request, in characters; engines may quote from it at length."""
-
-_CODES: dict[FinishReason, RunCode] = {
-    "stop": "stop",
-    "length": "length",
-    "cancelled": "cancelled",
-    "error": "error",
-    "content_filter": "stop",
-    "tool_calls": "stop",
-    "function_call": "stop",
-}
 
 AnswerText = TextStream | ParsedStream
 
@@ -440,7 +430,7 @@ class RunExecutor:
             reason, counts, ended.stop_reason, invalid, status if status != 400 else 0
         )
         await stream.finish(last, rest.text, rest.data)
-        return RunEnd(_CODES[reason], message=ended.message, usage=counts)
+        return RunEnd(RUN_CODES[reason], message=ended.message, usage=counts)
 
     def _text_stream(self, assignment: Assignment, taken: Sequence[int]) -> AnswerText:
         """The decoder of an answer, after the tokens that readers have. Raises EngineError if it

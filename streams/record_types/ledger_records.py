@@ -7,7 +7,7 @@ Hot code of views compares `type(record)`: `isinstance` is several times slower 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, final
 
 import msgspec
@@ -22,6 +22,17 @@ RunCode = Literal[
     "stop", "length", "cancelled", "error", "broken", "worker_full", "expired", "handed_off"
 ]
 """How a run ended. Only stop, length, cancelled and a final error follow a last Chunk."""
+
+RUN_CODES: Mapping[str, RunCode] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "cancelled",
+    "error": "error",
+    "content_filter": "stop",
+    "tool_calls": "stop",
+    "function_call": "stop",
+}
+"""The code of a run by the finish reason of its last Chunk."""
 
 
 class Cancel(InternalRecord, frozen=True):
