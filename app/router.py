@@ -44,6 +44,7 @@ from kvlane.streams.topics import (
     REGISTRY,
     REQUESTS,
     RESPONSES,
+    TOPICS_BY_NAME,
     lane_of,
 )
 from kvlane.streams.views.follower import Follower
@@ -61,9 +62,8 @@ DRIFT_CHECK_INTERVAL_S = 10.0
 """Interval between drift checks. One check takes 4 ms for 64 workers."""
 
 RESPONSE_ENDS_INTERVAL_S = 1.0
-LEAST_IDLE_S, MAX_IDLE_S = 60.0, 24 * 3600
-"""Times for which a lane of the ledger had no records: the start of its view is looked for between
-them. Older records are deleted."""
+LEAST_IDLE_S = 60.0
+"""Shortest time without records in a lane of the ledger that moves the start of its view."""
 
 HEARTBEAT_WINDOW_TIMEOUTS = 4
 """Time before a router's start whose heartbeats are read, in worker time-outs."""
@@ -330,8 +330,8 @@ class Router(ObservedProcess):
         s = self._settings
         longest_s = max(s.batch_run_limit_s, s.dedup_window_s) + s.max_lifetime_s
         end = (await self._log.end_offsets(LEDGER, [source.partition]))[source.partition]
-        idle_s = LEAST_IDLE_S
-        while end and idle_s < MAX_IDLE_S and await self._offset_before(source, idle_s) >= end:
+        kept_s, idle_s = (TOPICS_BY_NAME[LEDGER].retention_ms or 0) / 1000, LEAST_IDLE_S
+        while end and idle_s < kept_s and await self._offset_before(source, idle_s) >= end:
             idle_s *= 2
         start = await self._offset_before(source, longest_s + idle_s)
         saved = self._ledger.ended_prompts.saved_until(source.partition)
