@@ -196,28 +196,30 @@ def _state(
     return "starting" if last is None or not is_present else last.state, age_s
 
 
-def model_rows(view: FleetView, now_ms: int, timeout_s: float) -> list[ModelRow]:
-    """The models that have a card, a worker, or an open request."""
+def model_rows(
+    view: FleetView, now_ms: int, timeout_s: float, open_requests: Sequence[RequestRow]
+) -> list[ModelRow]:
+    """The models that have a card, a worker, or one of all `open_requests`."""
     workers, ready, versions = Counter[str](), Counter[str](), defaultdict[str, set[str]](set)
-    for row in worker_rows(view, now_ms, timeout_s):
-        if row.state != "lost":
-            workers[row.model] += 1
-            can_answer = row.state == "ready" and not row.order and row.role != "prefill"
-            ready[row.model] += can_answer
-            versions[row.model] |= {f"{name} {of}" for name, of in row.versions.items()}
-    open_requests, queued = Counter[str](), Counter[str]()
-    for request in open_requests_of(view, now_ms):
-        open_requests[request.model] += 1
-        queued[request.model] += request.phase == "queued"
+    for worker in worker_rows(view, now_ms, timeout_s):
+        if worker.state != "lost":
+            workers[worker.model] += 1
+            can_answer = worker.state == "ready" and not worker.order and worker.role != "prefill"
+            ready[worker.model] += can_answer
+            versions[worker.model] |= {f"{name} {of}" for name, of in worker.versions.items()}
+    counts, queued = Counter[str](), Counter[str]()
+    for row in open_requests:
+        counts[row.model] += 1
+        queued[row.model] += row.phase == "queued"
     cards = view.fleet.models
     rows = []
-    for name in sorted(cards.keys() | workers.keys() | {n for n in open_requests if n}):
+    for name in sorted(cards.keys() | workers.keys() | {n for n in counts if n}):
         card = cards.get(name)
         tokenizer = None if card is None else card.tokenizer
         rows.append(
             ModelRow(
                 name, "" if card is None else card.kind, workers[name], ready[name],
-                open_requests[name], queued[name], None if card is None else card.context_length,
+                counts[name], queued[name], None if card is None else card.context_length,
                 "" if tokenizer is None else tokenizer.sha256,
                 "" if card is None else card.checksum, sorted(versions[name]),
             )
@@ -385,11 +387,12 @@ def _row(
     )  # fmt: skip
 
 
-def lane_rows(view: FleetView, now_ms: int) -> list[LaneRow]:
+def lane_rows(view: FleetView, now_ms: int, open_requests: Sequence[RequestRow]) -> list[LaneRow]:
+    """The lanes, with what of all `open_requests` is queued in them."""
     positions, ends = view.reports.reports(now_ms).positions, list(_lane_ends(view))
     queued: dict[int, Counter[str]] = defaultdict(Counter)
     oldest: dict[int, float] = {}
-    for row in open_requests_of(view, now_ms):
+    for row in open_requests:
         if row.phase == "queued":
             lane = lane_of(row.id, len(ends))
             queued[lane][row.service_class] += 1
@@ -415,10 +418,10 @@ def _lane_ends(view: FleetView) -> Iterator[int]:
         lane += 1
 
 
-def wait_rows(view: FleetView, now_ms: int) -> list[WaitRow]:
-    """The reasons of waits that have not ended since routers reported them."""
+def wait_rows(view: FleetView, open_requests: Sequence[RequestRow]) -> list[WaitRow]:
+    """The reasons of waits, by the reports of routers, of requests that are queued still."""
     reports = view.reports.reports()
-    queued = {row.id for row in open_requests_of(view, now_ms) if row.phase == "queued"}
+    queued = {row.id for row in open_requests if row.phase == "queued"}
     reasons = Counter(wait.reason for wait in reports.waits if wait.request_id in queued)
     rows = [WaitRow(reason, count) for reason, count in reasons.most_common()]
     return [*rows, WaitRow("not listed", reports.left_out)] if reports.left_out else rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -13,10 +13,10 @@ from kvlane.app.audit.fleet_reader import FleetReader
 from kvlane.app.audit.fleet_rows import (
     LaneRow,
     ModelRow,
+    RequestRow,
     WorkerRow,
     lane_rows,
     model_rows,
-    open_requests_of,
     worker_rows,
 )
 from kvlane.app.audit.waits import SILENCE_MS
@@ -124,14 +124,21 @@ async def unread_records(
     return lag, late
 
 
-async def fleet_status(reader: FleetReader, sampler: TopicSampler, timeout_s: float) -> FleetStatus:
-    """The status now; rates are those since the last sample. Raises as `TopicSampler.sample`."""
+async def fleet_status(
+    reader: FleetReader,
+    sampler: TopicSampler,
+    timeout_s: float,
+    open_requests: Sequence[RequestRow],
+) -> FleetStatus:
+    """The status now, with all `open_requests`; rates are those since the last sample. Raises as
+    `TopicSampler.sample`."""
     topics = await sampler.sample(reader)
     view, now_ms = reader.view, reader.now_ms()
     dead_letters = await sampler.dead_letters(now_ms - reader.window_ms)
-    workers, models = worker_rows(view, now_ms, timeout_s), model_rows(view, now_ms, timeout_s)
+    workers = worker_rows(view, now_ms, timeout_s)
+    models = model_rows(view, now_ms, timeout_s, open_requests)
     alarms = [*_worker_alarms(workers), *_model_alarms(models)]
-    alarms += _router_alarms(lane_rows(view, now_ms))
+    alarms += _router_alarms(lane_rows(view, now_ms, open_requests))
     alarms += [
         Alarm("lag", row.name, f"{row.late} records have waited for more than a minute")
         for row in topics
@@ -142,7 +149,7 @@ async def fleet_status(reader: FleetReader, sampler: TopicSampler, timeout_s: fl
         alarms.append(Alarm("dead letters", DEAD_LETTERS, words))
     return FleetStatus(
         now_ms, reader.since_ms, alarms, topics, dict(Counter(row.state for row in workers)),
-        models, dict(Counter(row.phase for row in open_requests_of(view, now_ms))), dead_letters,
+        models, dict(Counter(row.phase for row in open_requests)), dead_letters,
     )  # fmt: skip
 
 

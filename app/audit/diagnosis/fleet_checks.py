@@ -15,7 +15,13 @@ from kvlane.app.audit.diagnosis.facts import (
 )
 from kvlane.app.audit.diagnosis.findings import Finding, finding
 from kvlane.app.audit.drift import MAX_ERROR_BLOCKS
-from kvlane.app.audit.fleet_rows import WorkerRow, lane_rows, model_rows, worker_rows
+from kvlane.app.audit.fleet_rows import (
+    WorkerRow,
+    lane_rows,
+    model_rows,
+    open_requests_of,
+    worker_rows,
+)
 from kvlane.app.routing.state.fleet import FleetMember
 from kvlane.streams.records import WorkerCard
 from kvlane.streams.topics import BATCH, DEAD_LETTERS, REQUESTS
@@ -73,7 +79,8 @@ def check_epochs(facts: Facts) -> Iterator[Finding]:
 
 def check_models(facts: Facts) -> Iterator[Finding]:
     sample = _sample(facts)
-    for row in model_rows(sample.view, sample.now_ms, sample.timeout_s):
+    open_requests = open_requests_of(sample.view, sample.now_ms)
+    for row in model_rows(sample.view, sample.now_ms, sample.timeout_s, open_requests):
         if not row.ready and (row.workers or row.open):
             yield finding(
                 "models", "model-without-worker", row.name,
@@ -185,7 +192,7 @@ def check_drift(facts: Facts) -> Iterator[Finding]:
 
 def check_routers(facts: Facts) -> Iterator[Finding]:
     sample = _sample(facts)
-    lanes = lane_rows(sample.view, sample.now_ms)
+    lanes = lane_rows(sample.view, sample.now_ms, ())
     unowned = [row.lane for row in lanes if not row.router]
     if len(unowned) == len(lanes):
         yield finding("routers", "no-router", "routers", "none has reported for 5 s")

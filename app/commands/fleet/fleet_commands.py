@@ -66,12 +66,13 @@ def show_workers(since: str, json: Path | None) -> None:
 
 def show_models(since: str, json: Path | None) -> None:
     """`kvlane models` without a subcommand."""
-    from kvlane.app.audit.fleet_rows import alias_rows, model_rows
+    from kvlane.app.audit.fleet_rows import alias_rows, model_rows, open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import models_view
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
         view = fleet.reader.view
-        models = model_rows(view, fleet.now_ms, fleet.timeout_s)
+        open_requests = open_requests_of(view, fleet.now_ms)
+        models = model_rows(view, fleet.now_ms, fleet.timeout_s, open_requests)
         return {**fleet.rows("models", models), "aliases": alias_rows(view, models)}
 
     found = _read(since, read)
@@ -141,15 +142,16 @@ def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
     - `kvlane queue --json - | jq '[.lanes[].queued] | add'`
     """
     from kvlane.app.audit.fleet_reader import open_jobs
-    from kvlane.app.audit.fleet_rows import job_rows, lane_rows, wait_rows
+    from kvlane.app.audit.fleet_rows import job_rows, lane_rows, open_requests_of, wait_rows
     from kvlane.app.commands.fleet.fleet_tables import queue_view
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
         topics = await fleet.sampler.sample(fleet.reader)
         view, now_ms = fleet.reader.view, fleet.now_ms
+        open_requests = open_requests_of(view, now_ms)
         return {
-            **fleet.rows("lanes", lane_rows(view, now_ms)),
-            "waits": wait_rows(view, now_ms),
+            **fleet.rows("lanes", lane_rows(view, now_ms, open_requests)),
+            "waits": wait_rows(view, open_requests),
             "backlog": [row for row in topics if row.lag is not None],
             "jobs": job_rows(await open_jobs(fleet.reader.log, fleet.reader.clock)),
         }
@@ -174,11 +176,13 @@ def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
 
     - `kvlane status --json - | jq '.alarms[]'`
     """
+    from kvlane.app.audit.fleet_rows import open_requests_of
     from kvlane.app.audit.fleet_status import fleet_status
     from kvlane.app.commands.fleet.fleet_tables import status_view
 
     async def read(fleet: _Fleet) -> FleetStatus:
-        return await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s)
+        open_requests = open_requests_of(fleet.reader.view, fleet.now_ms)
+        return await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s, open_requests)
 
     found = _read(since, read, samples=True)
     _show(json, found, lambda: status_view(found))
@@ -206,12 +210,13 @@ def top(*, since: SinceOption = "-1m") -> None:
     async def watch(fleet: _Fleet) -> None:
         async def frame() -> RenderableType:
             fleet.reader.check()
-            found = await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s)
             view = fleet.reader.view
+            oldest = open_requests_of(view, fleet.now_ms)
+            found = await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s, oldest)
             rows = worker_rows(view, found.now_ms, fleet.timeout_s)
             rows.sort(key=lambda row: row.state == "ready" and not row.order)
-            oldest = open_requests_of(view, found.now_ms)[:TOP_ROWS]
-            return status_view(found, workers_table(rows[:TOP_ROWS]), open_table(oldest))
+            tables = workers_table(rows[:TOP_ROWS]), open_table(oldest[:TOP_ROWS])
+            return status_view(found, *tables)
 
         await show_live(screen.make_console(), frame)
 

@@ -120,9 +120,10 @@ class LiveFleet:
         def rows(reader: FleetReader) -> dict[str, Any]:
             view, now_ms, status = reader.view, reader.now_ms(), self._status
             topics = [] if status is None else status.topics
+            open_requests = open_requests_of(view, now_ms)
             return {
-                "lanes": lane_rows(view, now_ms),
-                "waits": wait_rows(view, now_ms),
+                "lanes": lane_rows(view, now_ms, open_requests),
+                "waits": wait_rows(view, open_requests),
                 "backlog": [row for row in topics if row.lag is not None],
                 "jobs": job_rows(self._jobs()[:MAX_ROWS]),
             }
@@ -197,7 +198,7 @@ class LiveFleet:
             self._clear()
 
     async def _follow(self) -> None:
-        """Read and sample until no page asks any more."""
+        """Read and sample until no page has asked for `IDLE_S`."""
         clock, activity = self._clock, self._activity
 
         def progress(done: int, total: int) -> None:
@@ -210,9 +211,9 @@ class LiveFleet:
             while clock.now() - self._asked_s < IDLE_S:
                 reader.check()
                 began_s = clock.now()
-                status = await fleet_status(reader, sampler, self._timeout_s)
+                open_requests = open_requests_of(reader.view, reader.now_ms())
+                status = await fleet_status(reader, sampler, self._timeout_s, open_requests)
                 workers = worker_rows(reader.view, status.now_ms, self._timeout_s)
-                open_requests = open_requests_of(reader.view, status.now_ms)
                 activity.sample(status.now_ms, workers, open_requests)
                 self._status, self._reader = status, reader
                 self._state = ReaderState("live")

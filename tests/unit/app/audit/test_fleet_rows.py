@@ -8,7 +8,14 @@ import pytest
 
 from kvlane.app.audit import fleet_view
 from kvlane.app.audit.drift import MIN_RUNS
-from kvlane.app.audit.fleet_rows import lane_rows, model_rows, open_requests_of, wait_rows
+from kvlane.app.audit.fleet_rows import (
+    LaneRow,
+    ModelRow,
+    lane_rows,
+    model_rows,
+    open_requests_of,
+    wait_rows,
+)
 from kvlane.streams.records import (
     Candidate,
     Cordon,
@@ -32,6 +39,14 @@ from tests.harness.made_fleet import NOW_MS, TIMEOUT_S, WINDOW_MS, MadeFleet
 @pytest.fixture
 def fleet() -> MadeFleet:
     return MadeFleet()
+
+
+def models_of(fleet: MadeFleet) -> list[ModelRow]:
+    return model_rows(fleet.view, NOW_MS, TIMEOUT_S, open_requests_of(fleet.view, NOW_MS))
+
+
+def lanes_of(fleet: MadeFleet, now_ms: int) -> list[LaneRow]:
+    return lane_rows(fleet.view, now_ms, open_requests_of(fleet.view, now_ms))
 
 
 def test_worker_has_the_figures_of_its_last_heartbeat(fleet: MadeFleet) -> None:
@@ -60,7 +75,7 @@ def test_worker_with_an_order_is_not_ready_for_its_model(fleet: MadeFleet) -> No
         fleet.append(REGISTRY, Cordon(worker=worker, evacuates=evacuates))
     rows = fleet.workers()
     assert (rows["w1"].order, rows["w2"].order) == ("cordoned", "evacuating")
-    (model,) = model_rows(fleet.view, NOW_MS, TIMEOUT_S)
+    (model,) = models_of(fleet)
     assert (model.workers, model.ready) == (2, 0)
     fleet.append(REGISTRY, Tombstone(key="cordon/w1"))
     assert fleet.workers()["w1"].order == ""
@@ -276,7 +291,7 @@ def test_model_counts_workers_and_open_requests(fleet: MadeFleet) -> None:
     fleet.ask("b")
     fleet.ask("c", model="unknown")
     fleet.assign("b", epoch)
-    rows = {row.name: row for row in model_rows(fleet.view, NOW_MS, TIMEOUT_S)}
+    rows = {row.name: row for row in models_of(fleet)}
     assert list(rows) == ["demo", "idle", "unknown"]
     demo = rows["demo"]
     assert (demo.workers, demo.ready, demo.open, demo.queued) == (2, 1, 2, 1)
@@ -288,18 +303,18 @@ def test_lane_has_its_router_its_queue_and_its_unread_records(fleet: MadeFleet) 
     for number in range(3):
         fleet.ask(f"r{number}", -1000 * number)
     fleet.ask("batch", -9000, service_class="batch")
-    (lane,) = lane_rows(fleet.view, NOW_MS)
+    (lane,) = lanes_of(fleet, NOW_MS)
     assert (lane.router, lane.unread) == ("", None)
     fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 3}))
-    (lane,) = lane_rows(fleet.view, NOW_MS)
+    (lane,) = lanes_of(fleet, NOW_MS)
     assert (lane.router, lane.unread, lane.queued, lane.queued_batch) == ("r1", 1, 3, 1)
     assert lane.oldest_s == 9.0
 
 
 def test_lane_of_a_silent_router_has_no_owner(fleet: MadeFleet) -> None:
     fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 3}))
-    assert lane_rows(fleet.view, NOW_MS + 4000)[0].router == "r1"
-    (lane,) = lane_rows(fleet.view, NOW_MS + 6000)
+    assert lanes_of(fleet, NOW_MS + 4000)[0].router == "r1"
+    (lane,) = lanes_of(fleet, NOW_MS + 6000)
     assert (lane.router, lane.unread) == ("", None)
 
 
@@ -307,23 +322,23 @@ def test_lane_that_has_moved_is_that_of_the_newer_report(fleet: MadeFleet) -> No
     fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 3}))
     fleet.append(CAPACITY, RouterCapacity(router="r2", positions={0: 3}), 100)
     fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 4}), 200)
-    assert lane_rows(fleet.view, NOW_MS + 300)[0].router == "r1"
+    assert lanes_of(fleet, NOW_MS + 300)[0].router == "r1"
 
 
 def test_wait_from_before_the_window_has_its_age_and_an_unknown_class(fleet: MadeFleet) -> None:
     waits = ReportedWaits(reasons=("full",), requests=(("early", NOW_MS - 900_000, 0),))
     fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 0}, waits=waits))
-    (lane,) = lane_rows(fleet.view, NOW_MS)
+    (lane,) = lanes_of(fleet, NOW_MS)
     assert (lane.queued, lane.queued_batch, lane.queued_unknown) == (0, 0, 1)
     assert lane.oldest_s == 900.0
 
 
 def test_prefill_workers_alone_do_not_make_a_model_ready(fleet: MadeFleet) -> None:
     fleet.beat("p1", fleet.register("p1", role="prefill"))
-    (model,) = model_rows(fleet.view, NOW_MS, TIMEOUT_S)
+    (model,) = models_of(fleet)
     assert (model.workers, model.ready) == (1, 0)
     fleet.beat("d1", fleet.register("d1", role="decode"))
-    (model,) = model_rows(fleet.view, NOW_MS, TIMEOUT_S)
+    (model,) = models_of(fleet)
     assert (model.workers, model.ready) == (2, 1)
 
 
@@ -340,7 +355,8 @@ def test_reasons_count_the_requests_that_still_wait(fleet: MadeFleet) -> None:
     )  # fmt: skip
     fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 2}, waits=waits))
     fleet.assign("placed", epoch)
-    assert [(row.reason, row.requests) for row in wait_rows(fleet.view, NOW_MS)] == [
+    rows = wait_rows(fleet.view, open_requests_of(fleet.view, NOW_MS))
+    assert [(row.reason, row.requests) for row in rows] == [
         ("all workers are full", 1), ("no taint", 1), ("not listed", 7),
     ]  # fmt: skip
     assert fleet.open()["early"].phase == "queued"
