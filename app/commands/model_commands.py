@@ -39,7 +39,7 @@ def models(context: typer.Context, *, since: SinceOption = WINDOW, json: RowsOpt
     """Show the models: workers, open requests, tokenizer and version; and their aliases.
 
     The subcommands let one or more models serve under another name, in shares, while they run:
-    a new version beside the old one, a canary, and the way back.
+    for a new version beside the old one, a canary, and a rollback.
 
     Examples:
 
@@ -91,7 +91,7 @@ def unalias(name: Annotated[str, typer.Argument(metavar="NAME", help="The alias.
     """Remove an alias. Requests that have begun go on; new ones for the name are refused."""
     found = asyncio.run(_unalias(name))
     shown = escape_control(name)
-    typer.echo(f"{shown} names no model any more" if found else f"there is no alias {shown}")
+    typer.echo(f"the alias {shown} is removed" if found else f"there is no alias {shown}")
 
 
 async def _alias(alias: ModelAlias) -> list[str]:

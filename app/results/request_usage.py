@@ -50,7 +50,7 @@ class RunUsage(msgspec.Struct):
     decode_ms: float = 0.0
     output_tokens: int = 0
     code: str = ""
-    """How it ended; "" before."""
+    """Code of its end; "" before."""
     usage: Usage | None = None
 
 
@@ -71,14 +71,14 @@ class CountedRun(NamedTuple):
 
 
 class ShownAnswer(NamedTuple):
-    """What readers have of an answer: `code` of its end, "" without one."""
+    """The part of an answer that readers have; `code`: of its end, "" without an end."""
 
     tokens: int
     code: str
 
 
 class BilledRequest(msgspec.Struct):
-    """What the ledger has of a request since `offset`, its first record, appended at `since_ms`."""
+    """The records of a request in the ledger, from `offset` on, appended at `since_ms`."""
 
     id: str
     offset: int

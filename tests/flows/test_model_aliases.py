@@ -334,7 +334,7 @@ def test_commands_define_show_and_remove_an_alias(monkeypatch: pytest.MonkeyPatc
     code, output = run("--json", "-")
     assert [row["share"] for row in json.loads(output)["aliases"]] == [0.0, 0.0], output
     assert "chat" in run()[1]
-    assert run("unalias", "chat") == (0, "chat names no model any more\n")
+    assert run("unalias", "chat") == (0, "the alias chat is removed\n")
     assert run("unalias", "chat") == (0, "there is no alias chat\n")
     assert [decode(raw) for raw in broker.records(REGISTRY, 0)][3:] == [
         ModelAlias(name="chat", targets=parse_alias("chat=a:90,b:10").targets),

@@ -43,7 +43,7 @@ def check_brokers(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     for source in _some(s for s, leader in brokers.leaders.items() if leader < 0):
         yield finding(
-            "replicas", "partition-without-leader", source, "nobody can read or write there"
+            "replicas", "partition-without-leader", source, "no client can read or write it"
         )
     for source in _some(brokers.lagging):
         yield finding("replicas", "replica-behind", source, "a replica is not in sync")
