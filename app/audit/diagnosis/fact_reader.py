@@ -18,6 +18,7 @@ from kvlane.app.audit.diagnosis.facts import (
     Facts,
     FileState,
     FleetSample,
+    ProcessAnswer,
     Unread,
     UnreadRecords,
     WorkerEvents,
@@ -78,7 +79,9 @@ class FactReader:
             else:
                 facts = replace(facts, **await self._of_log(log, roles))
             answers = await probing
-            return replace(facts, processes=() if isinstance(answers, Unread) else answers)
+            if isinstance(answers, Unread):
+                answers = [ProcessAnswer(url, unmeasured=answers.reason) for url in urls]
+            return replace(facts, processes=answers)
         finally:
             probing.cancel()
             await log.close()

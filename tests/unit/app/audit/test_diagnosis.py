@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvlane.app.access.key_file import KeyFile, new_key, write_key_file
+from kvlane.app.audit.diagnosis import fact_reader
 from kvlane.app.audit.diagnosis.diagnosis import CHECKS, diagnose
 from kvlane.app.audit.diagnosis.fact_reader import WRONG_PORT, secret_files
 from kvlane.app.audit.diagnosis.facts import (
@@ -23,9 +25,11 @@ from kvlane.app.audit.diagnosis.facts import (
     UnreadRecords,
 )
 from kvlane.app.audit.diagnosis.findings import KINDS
+from kvlane.app.audit.diagnosis.fleet_checks import check_processes
 from kvlane.app.audit.drift import MIN_RUNS
 from kvlane.app.audit.fleet_status import TopicRow
 from kvlane.app.settings import Settings
+from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka.broker_state import BrokerState
 from kvlane.streams.kafka.provision import REPLICATION, TopicState, expected_partitions
 from kvlane.streams.ports import Partition
@@ -362,3 +366,18 @@ def test_key_file_is_read_with_its_rights_and_valid_keys(tmp_path: Path) -> None
     assert (file.keys, file.mode, file.problem) == (1, 0o600, "")
     path.chmod(0o644)
     assert [file.mode for file in secret_files(settings)] == [0o644]
+
+
+async def test_process_that_is_not_read_in_time_is_unreachable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_answer(*_: object) -> list[ProcessAnswer]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(fact_reader, "READ_S", 0.2)
+    monkeypatch.setattr(fact_reader, "read_processes", no_answer)
+    settings = Settings(bootstrap_servers="127.0.0.1:1")
+    reader = fact_reader.FactReader(settings, SystemClock(), "-1m")
+    facts = await reader.read(["operator"], ["http://127.0.0.1:2"])
+    assert [finding.name for finding in check_processes(facts)] == ["process-unreachable"]
