@@ -155,13 +155,14 @@ async def fleet_status(
 
 def _worker_alarms(workers: list[WorkerRow]) -> list[Alarm]:
     return [
-        Alarm("worker", row.id, _words(row))
+        Alarm("worker", row.id, state_words(row))
         for row in workers
         if row.state in ("silent", "lost", "unhealthy")
     ]
 
 
-def _words(row: WorkerRow) -> str:
+def state_words(row: WorkerRow) -> str:
+    """The state of a worker that is silent, lost or unhealthy, with the reason."""
     if row.state == "unhealthy":
         return f"is unhealthy: {row.reason or 'its heartbeat has no reason'}"
     if row.heartbeat_age_s is None:

@@ -15,13 +15,8 @@ from kvlane.app.audit.diagnosis.facts import (
 )
 from kvlane.app.audit.diagnosis.findings import Finding, finding
 from kvlane.app.audit.drift import MAX_ERROR_BLOCKS
-from kvlane.app.audit.fleet_rows import (
-    WorkerRow,
-    lane_rows,
-    model_rows,
-    open_requests_of,
-    worker_rows,
-)
+from kvlane.app.audit.fleet_rows import lane_rows, model_rows, open_requests_of, worker_rows
+from kvlane.app.audit.fleet_status import state_words
 from kvlane.app.routing.state.fleet import FleetMember
 from kvlane.streams.records import WorkerCard
 from kvlane.streams.topics import BATCH, DEAD_LETTERS, REQUESTS
@@ -44,17 +39,9 @@ def check_workers(facts: Facts) -> Iterator[Finding]:
     for row in worker_rows(sample.view, sample.now_ms, sample.timeout_s):
         name = {"silent": "worker-silent", "lost": "worker-lost", "unhealthy": "worker-unhealthy"}
         if row.state in name:
-            yield finding("workers", name[row.state], row.id, _state_words(row))
+            yield finding("workers", name[row.state], row.id, state_words(row))
         if row.order and row.state != "lost":
             yield finding("workers", "worker-cordoned", row.id, f"is {row.order} by an order")
-
-
-def _state_words(row: WorkerRow) -> str:
-    if row.state == "unhealthy":
-        return f"is unhealthy: {row.reason or 'its heartbeat has no reason'}"
-    if row.heartbeat_age_s is None:
-        return f"is {row.state}: epoch {row.epoch} has sent no heartbeat"
-    return f"is {row.state}: its last heartbeat is {row.heartbeat_age_s:.0f} s old"
 
 
 def check_epochs(facts: Facts) -> Iterator[Finding]:
