@@ -194,7 +194,7 @@ class UsageWriter:
             first = await context.log.offset_at(USAGE, number, since_ms)
             written: dict[str, int] = {}
             for record in await self._usage_records(first, end):
-                written[(record.key or b"").decode()] = record.timestamp
+                written[(record.key or b"").decode(errors="replace")] = record.timestamp
             usage.add_written(written)
         self._usage, self.position = usage, start
         self._last_ms = 0 if place is None else place.at_ms
