@@ -1,5 +1,7 @@
 """Settings of all tests. Broker fixtures are in `tests.brokers`."""
 
+import gc
+
 import pytest
 from hypothesis import settings
 
@@ -17,3 +19,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") or item.get_closest_marker("kafka")
     }
     items.sort(key=lambda item: item.path not in waiting)
+
+
+def pytest_collection_finish() -> None:
+    """Collected tests and imported modules stay until the end: garbage collections need not walk
+    them again and again, and may be rarer."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
