@@ -55,16 +55,22 @@ from kvlane.app.routing.selection.decision import (
     RoutingState,
     Wait,
 )
-from kvlane.app.routing.selection.eligibility import CandidatePools, can_take, pinned_worker
+from kvlane.app.routing.selection.eligibility import (
+    NO_DECODE_WORKER,
+    CandidatePools,
+    can_take,
+    pinned_worker,
+)
 from kvlane.app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     WHOLE,
     FirstPhase,
     HandOverRules,
+    can_be_split,
     first_phase,
 )
 from kvlane.app.routing.selection.routing_config import RoutingConfig
-from kvlane.app.routing.selection.select import select_worker
+from kvlane.app.routing.selection.select import not_eligible, select_worker
 from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRunKey, BatchRuns
 from kvlane.app.routing.state.fleet import Fleet, WorkerRank
@@ -287,6 +293,8 @@ class RouterQueue:
     ) -> Decision:
         if request.phase == "decode":
             config = self._without_queueing  # the blocks of its prompt are held for it elsewhere
+        elif self._may_not_stay_whole(request):
+            return not_eligible(NO_DECODE_WORKER)
         config = config or self.config
         others = NOTHING_PLANNED
         if config.queues_for_places:
@@ -308,6 +316,12 @@ class RouterQueue:
             deadline_ms=request.deadline_ms,
             session_rank=bound,
         )
+
+    def _may_not_stay_whole(self, request: LaneRequest) -> bool:
+        """Whether two workers have to share a request that is whole: when its phase was chosen, no
+        worker could decode it. Such a worker may have come meanwhile."""
+        is_whole = request.phase == "aggregated" and self.handover_rules.is_enforced
+        return is_whole and can_be_split(request.prompt.request)
 
     def ranks_with_reservations(self) -> set[WorkerRank]:
         return self._reserved.ranks_with_reservations()

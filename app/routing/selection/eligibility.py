@@ -73,6 +73,7 @@ class NotEligible(NamedTuple):
 
 NO_RECEIVER = "no other ready worker can fetch the prompt"
 NO_READY_WORKER = NotEligible("no worker is ready", "no_workers")
+NO_DECODE_WORKER = NotEligible("no worker that fetches KV caches is ready", "no_workers")
 
 
 @lru_cache(maxsize=4096)

@@ -93,7 +93,7 @@ def first_phase(
     over, unless enforced: it failed on a worker, possibly in the transfer."""
     request = prompt.request
     has_decode_worker = state.pools.pool(request.model, "decode").rows
-    if not (_can_be_split(request) and has_decode_worker):
+    if not (can_be_split(request) and has_decode_worker):
         return WHOLE  # without it a prompt that is computed would wait in vain
     if rules.is_enforced:
         return FirstPhase("prefill")
@@ -234,7 +234,7 @@ def _is_short(prompt: PromptHashes, state: RoutingState, rules: HandOverRules) -
     return uncached < rules.min_tokens and uncached < rules.min_share * prompt.tokens
 
 
-def _can_be_split(request: Request) -> bool:
+def can_be_split(request: Request) -> bool:
     """Whether two workers can share a request: it has a prompt of tokens, and names its model."""
     return (
         request.kind == "tokens"

@@ -227,6 +227,17 @@ def test_prompt_is_not_computed_while_computed_ones_wait_for_the_same_decode_wor
     assert queue.workers == {"a": "d", "b": "d", "c": "p"}
 
 
+def test_whole_request_waits_where_two_workers_are_enforced(routing: RoutingHarness) -> None:
+    """Also when its decode worker comes after the choice of its phase."""
+    routing.worker("p", role="prefill")
+    routing.worker("d", role="decode")
+    queue = QueueHarness(routing, handover_rules=HandOverRules(is_enforced=True))
+    queue.send("a", phase="aggregated")
+    assert queue.workers == {}
+    queue.send("a", phase="prefill")
+    assert queue.workers == {"a": "p"}
+
+
 def test_decode_is_queued_for_no_place(routing: RoutingHarness) -> None:
     routing.worker("p", role="prefill", engine=dict(SLOW))
     routing.worker("d", role="decode", engine=dict(SLOW))
