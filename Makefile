@@ -61,7 +61,7 @@ endif
 # These run beside the others, with a low priority, and so with longer time limits.
 test-quick: setup  ## Those of them that need no broker, in one process
 	@mkdir -p build
-	nice -n 5 $(BIN)/pytest --timeout 240 $(QUICK) >build/quick-tests.log 2>&1 \
+	nice -n 5 $(BIN)/pytest $(QUICK) >build/quick-tests.log 2>&1 \
 		|| { cat build/quick-tests.log; exit 1; }
 	@tail -n 1 build/quick-tests.log
 

@@ -56,7 +56,7 @@ from kvlane.streams.topics import PER_LANE as ANY_LANES
 
 LANES = 2
 SHAPE: dict[str, Any] = {"lanes": LANES, "replication": 1, "min_insync": 1}
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def connection(kafka: Broker, **changes: Any) -> ConnectionOptions:

@@ -18,7 +18,7 @@ from kvlane.streams.ports import Appended, Entry, Partition
 from kvlane.streams.topics import LEDGER, REQUESTS, TOPICS
 from tests.harness.record_traffic import RecordTraffic
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 PARTITIONS = 4
 REQUEST_TIMEOUT_S = 2.0

@@ -16,7 +16,6 @@ PLAIN_CLIENT = {"KVLANE_TEST_PLAIN_CLIENT": "1"}
 
 @pytest.mark.kafka
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_contract_of_the_log_holds_without_replaced_parts(kafka: Broker) -> None:
     broker = {"KVLANE_BROKER": "env", "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers}
     suite = Path(__file__).with_name("test_log.py")

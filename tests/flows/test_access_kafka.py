@@ -37,7 +37,7 @@ from tests.harness.key_files import SECRET, KeyFileHarness, auth_headers
 
 LANES = 4
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ SCHEMA = {
     },
 }  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 class Case(NamedTuple):

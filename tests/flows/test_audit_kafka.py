@@ -61,7 +61,6 @@ async def write(log: KafkaLog) -> None:
     await publisher.publish(CAPACITY, "r1", replace(report, waits=None))
 
 
-@pytest.mark.timeout(120)
 async def test_explain_reads_the_log_of_a_real_broker(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -21,9 +21,9 @@ from tests.harness.topic_cleanup import delete_topics
 
 PROMPTS = 300
 HELD = 10
-WAIT_S = 90.0
+WAIT_S = 120.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.slow
 
 
 async def test_three_hundred_prompts_wait_for_a_router_with_room_for_ten(

@@ -35,7 +35,7 @@ KILLS = 4
 """Rounds of kills, as far as the batch lasts: the first comes before any worker can be done."""
 WITHIN_S = 120.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.harness.kafka_processes import kvlane, provisioned
 
 LANES = 4
 COUNT = 60
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 SPEEDUP = 20.0
 
 
@@ -77,7 +77,6 @@ async def answers(log: KafkaLog) -> set[str]:
     return found
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("policy", ["predictive", "dynamo"])
 async def test_every_decision_on_a_real_broker_is_recomputed_bit_for_bit(
     kafka: Broker, topic_prefix: str, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -46,7 +46,7 @@ CONTRAST = """(() => {
   return least;
 })()"""  # noqa: E501
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 def text(selector: str) -> str:

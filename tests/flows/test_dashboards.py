@@ -37,7 +37,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 TARGET_LABELS = {"instance", "job"}
 """Labels that Prometheus adds to every sample of a scraped process."""
-WAIT_S = 40.0
+WAIT_S = 120.0
 LATE = {
     "kvlane_router_drift_alert", "kvlane_router_worker_slowdown_ratio",
     "kvlane_indexer_snapshot_age_seconds",

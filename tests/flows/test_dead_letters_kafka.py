@@ -52,7 +52,6 @@ async def ends(log: KafkaLog, topic: str) -> Mapping[int, int]:
     return await log.end_offsets(topic, range(await log.partitions(topic)))
 
 
-@pytest.mark.timeout(120)
 async def test_stray_record_is_dead_lettered_listed_and_published_again(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from kvlane.app.local.processes import free_port
 from kvlane.streams.brokers.broker_factory import Broker
 from tests.harness.topic_cleanup import delete_topics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 KVLANE = [sys.executable, "-m", "kvlane.app"]
 WHOLE_S = 150.0

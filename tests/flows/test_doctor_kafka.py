@@ -40,7 +40,7 @@ from kvlane.streams.topics import DEAD_LETTERS, KV_EVENTS, REGISTRY
 from tests.harness.kafka_processes import provisioned
 
 WORKER = "w1"
-WAIT_S = 30.0
+WAIT_S = 120.0
 PATIENCE = (
     ("diagnosis.fact_reader.READ_S", 40.0), ("diagnosis.fact_reader.MAX_REQUEST_TIMEOUT_MS", 4000),
     ("diagnosis.fleet_checks.SLOW_S", 20.0), ("waits.SILENCE_MS", 30_000),
@@ -137,7 +137,6 @@ async def change_topics(servers: str, prefix: str) -> None:
         await admin.close()
 
 
-@pytest.mark.timeout(120)
 async def test_planted_faults_are_found_and_none_before(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,9 +23,9 @@ from tests.harness.kafka_processes import provisioned
 
 LANES, RUNS, TOKENS, STEP_S = 4, 50, 80, 0.1
 PROMPT = [97, 98, 99, 258]
-WAIT_S = 40.0
+WAIT_S = 120.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.slow
 
 
 async def test_50_answers_leave_their_worker_whole_and_in_order(

@@ -31,13 +31,11 @@ from tests.harness.kafka_processes import provisioned
 
 ROOT = Path(__file__).resolve().parents[2]
 LANES = 4
-WAIT_S = 60.0
+WAIT_S = 120.0
 TOOLS = {
     "kafka-console-producer.sh": "org.apache.kafka.tools.ConsoleProducer",
     "kafka-console-consumer.sh": "org.apache.kafka.tools.consumer.ConsoleConsumer",
 }
-
-pytestmark = pytest.mark.timeout(180)
 
 
 class Deployment(NamedTuple):

@@ -24,7 +24,7 @@ PARTITIONS = {LEDGER: 2, REGISTRY: 1, SNAPSHOTS: 2}
 LANES = [Partition(LEDGER, lane) for lane in range(PARTITIONS[LEDGER])]
 MALFORMED = Entry(b"k", b"\xc1", (("t", b"Ended"),))
 BATCH = 1000
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ LANES = 4
 CONTEXT = 2000
 STEP_S = 0.01
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

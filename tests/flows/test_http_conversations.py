@@ -278,7 +278,7 @@ async def run(process: HttpProcess, key: str, numbers: range, figures: Figures) 
     await asyncio.gather(*(client() for _ in range(AT_A_TIME)))
 
 
-@pytest.mark.timeout(1800 if IS_LONG else 60)
+@pytest.mark.timeout(1800 if IS_LONG else 300)
 async def test_random_conversations_stay_in_step_and_within_bounds(tmp_path: Path) -> None:
     keys = KeyFileHarness(tmp_path)
     key = keys.add("acme")

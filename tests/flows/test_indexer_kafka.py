@@ -26,7 +26,7 @@ SECRET = "not the known one"
 SIZE = 16
 TOKENS = list(range(1000 * SIZE))
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ MODELS = ("llama-a", "llama-b")
 SWITCHES, PAUSE_S, CLIENTS, STEP_S = 20, 0.1, 4, 0.005
 SETTLE_S = 1.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -104,7 +104,6 @@ def whole(record: MemoryRecord) -> Chunk | None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.timeout(300)
 @partial(scenario_test, lanes=4)
 async def test_odd_records_on_every_topic_stop_no_process(world: MemoryWorld, seed: int) -> None:
     place = Place(world, seed)

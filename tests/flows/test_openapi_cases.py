@@ -27,7 +27,7 @@ CHECKS = (
 HOOKS = Path(__file__).parents[1] / "harness" / "schema_hooks.py"
 
 
-@pytest.mark.timeout(3600 if LONG else 120)
+@pytest.mark.timeout(3600 if LONG else 300)
 async def test_answers_are_those_of_the_document(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     more = (

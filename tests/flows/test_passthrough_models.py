@@ -697,7 +697,6 @@ async def test_model_is_listed_with_its_context(cluster: PassthroughDeployment) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 async def test_both_response_forms_have_all_fields_on_a_real_kafka(
     kafka: Broker, topic_prefix: str, server: ScriptedServer
 ) -> None:

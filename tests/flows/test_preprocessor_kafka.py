@@ -41,7 +41,6 @@ PATIENCE_S = SILENT_TIMEOUTS * SESSION_MS / 1000 + 1
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(120),
     # FastStream 0.7 tells of its own next version.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:faststream"),
 ]

@@ -37,7 +37,7 @@ WORKERS = [f"w{n}" for n in range(12)]
 PARTITIONS = TOPICS_BY_NAME[KV_EVENTS].partitions
 FILLED = {partition_of(name.encode(), PARTITIONS) for name in WORKERS}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 class Caches:

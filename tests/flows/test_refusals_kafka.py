@@ -20,7 +20,7 @@ from tests.harness.kafka_processes import WAIT_S, provisioned
 
 LANES = 2
 
-pytestmark = [pytest.mark.slow, pytest.mark.kafka, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.kafka]
 
 
 async def test_refused_prompt_is_run_under_another_id_only(

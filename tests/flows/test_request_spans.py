@@ -39,7 +39,7 @@ SAMPLED = f"00-{TRACE}-{CALLER}-01"
 NOT_SAMPLED = f"00-{TRACE}-{CALLER}-00"
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
 LANES = 2
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture

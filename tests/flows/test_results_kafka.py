@@ -28,7 +28,7 @@ REQUESTS_COUNT = 120
 KILLS = 3
 TOKENS = 4
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ LANES = 2
 ENDS_WITHIN_S = 10.0
 """A process that is told to end must not wait for a broker."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 BROKEN = """
 import asyncio

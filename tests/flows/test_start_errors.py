@@ -12,7 +12,7 @@ import pytest
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import faststream_app
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 def failed(kind: str, **variables: str) -> list[str]:

@@ -20,7 +20,7 @@ from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait
 
 LANES = 2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 async def test_conversation_continues_at_another_gateway_when_its_own_is_killed(

@@ -19,7 +19,7 @@ from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.prompt import Prompt
 
-ANSWER_S = 60.0
+ANSWER_S = 120.0
 """Time limit of an answer in a test."""
 CLOCK = SystemClock()
 

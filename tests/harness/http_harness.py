@@ -23,7 +23,7 @@ from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Log
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 Connect = Callable[[str], Awaitable[Log]]
 """Returns a started log for the process of this name."""

@@ -21,7 +21,7 @@ from kvlane.streams.kafka import provision
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from tests.harness.topic_cleanup import delete_topics
 
-WAIT_S = 40.0
+WAIT_S = 120.0
 
 
 @asynccontextmanager

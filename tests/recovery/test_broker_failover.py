@@ -29,7 +29,7 @@ from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, RESULTS, TOPICS
 from tests.harness.kafka_processes import app_process, provisioned
 from tests.harness.record_traffic import RecordTraffic
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.slow
 
 LANES = 6  # every broker leads some
 REQUEST_TIMEOUT_S = 6.0

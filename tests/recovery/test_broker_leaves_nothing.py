@@ -28,7 +28,7 @@ from tests.brokers import BrokerUsage
 
 pytestmark = pytest.mark.kafka
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 OWNER = """
 import json, signal, sys

@@ -15,7 +15,7 @@ from workbench.bench.chaos.backlog_drain import BacklogScale, bench_backlog
 from workbench.bench.chaos.chaos_run import ChaosScale, bench_chaos, read_rounds
 from workbench.bench.report import Report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 KINDS = ("worker", "router", "gateway", "gateway-pause")
 

@@ -23,9 +23,9 @@ from kvlane.streams.topics import RESPONSES
 PREFIX = "restart."
 STREAMS = 20
 PARTS = 30
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
-pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.kafka
 
 
 @pytest.fixture(scope="module")

@@ -32,14 +32,14 @@ from kvlane.streams.request import Request
 from kvlane.streams.topics import DEAD_LETTERS, LEDGER, REQUESTS
 from tests.recovery.group_consumer_child import GROUP, POINTS
 
-pytestmark = [pytest.mark.kafka, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.kafka
 
 ROOT = Path(__file__).parents[2]
 CHILD = ROOT / "tests/recovery/group_consumer_child.py"
 LANES = 2
 REQUESTS_AT_ONCE = 24
 PLAYED_AT_ONCE = 4
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 MALFORMED = Entry(b"k", b"\xc1", (("t", b"Request"),))
 LATER = {"received": 9, "sending": 9, "appended": 9, "acknowledged": 9, "done": 9, "committing": 2}
 """Points that are passed a few times first, so that something has been committed before."""

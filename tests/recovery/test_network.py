@@ -17,7 +17,7 @@ from kvlane.streams.topics import LEDGER, TOPICS
 from tests.harness.record_traffic import RecordTraffic
 from tests.links import Link
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 PARTITIONS = 4
 REQUEST_TIMEOUT_S = 2.0

@@ -37,7 +37,7 @@ LANES = 4
 WRITTEN_AT_ONCE = 50
 CONCURRENT_READS = 8
 
-pytestmark = [pytest.mark.slow, pytest.mark.kafka, pytest.mark.timeout(600 if IS_LONG else 60)]
+pytestmark = [pytest.mark.slow, pytest.mark.kafka, pytest.mark.timeout(600 if IS_LONG else 300)]
 
 
 class Event(NamedTuple):

@@ -12,7 +12,7 @@ from kvlane.streams.brokers.broker_factory import Broker
 from tests.harness.topic_cleanup import delete_topics
 from workbench.bench.routing.routers_kafka import RouterScale, bench_kafka_routers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 PREFIX = "several."
 FORM = RouterScale(workers=2, rate=16, phase_s=1.5, lanes=8, bursts=1)

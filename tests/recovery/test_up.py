@@ -25,7 +25,7 @@ from kvlane.streams.brokers.watchdog import MARK
 from kvlane.streams.errors import BrokerUnavailable
 from tests.brokers import requested_kind
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 KVLANE = [sys.executable, "-m", "kvlane.app"]
 READY_S = 90.0

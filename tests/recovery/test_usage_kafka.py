@@ -30,10 +30,10 @@ from tests.harness.kafka_processes import kvlane, provisioned
 REQUESTS = 240
 TENANTS = ("acme", "globex", "initech")
 PROMPT, TOKENS, STEP_S = [97, 98, 99, 258], 20, 0.05
-WAIT_S = 60.0
+WAIT_S = 120.0
 PARTS = {"router": Router, "preprocessor": Preprocessor, "collector": Collector}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.slow
 
 
 class CountingEngine(EchoEngine):

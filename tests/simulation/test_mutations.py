@@ -103,7 +103,6 @@ def notices(seed: int, mutation: str) -> bool:
         return bool(simulate_seed(seed, scenarios_of(mutation)).kinds & shows)
 
 
-@pytest.mark.timeout(300)  # the search is long, but most often unnecessary
 @pytest.mark.parametrize("name", TO_DETECT.values())
 def test_missing_rule_is_detected(name: str) -> None:
     mutation = MUTATIONS[name].to_detect

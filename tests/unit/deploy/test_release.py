@@ -26,7 +26,6 @@ def release(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @is_checkout
-@pytest.mark.timeout(240)
 @pytest.mark.skipif("KVLANE_TEST_LONG" not in os.environ, reason="half a minute on a busy machine")
 def test_files_of_a_release_are_the_same_again() -> None:
     assert release("--try").returncode == 0
