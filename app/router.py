@@ -191,7 +191,7 @@ class Router(ObservedProcess):
         context, ctx = self._context, self._ctx
         metrics = context.metrics
         queue = context.queue
-        metrics.watch(queue, followers, self._index)
+        metrics.watch(queue, self._fleet, followers, self._index)
         metrics.registry.register(
             DriftCollector(self._drift, self._model_of, self._broker_clock.now_ms)
         )

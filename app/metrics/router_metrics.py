@@ -15,7 +15,7 @@ that is in the ledger twice, of a run and of its router, is counted twice.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Literal, get_args
@@ -31,6 +31,7 @@ from kvlane.app.routing.policy_names import RECORDED_POLICIES
 from kvlane.app.routing.queueing.router_queue import RouterQueue
 from kvlane.app.routing.selection.decision import Placement
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.streams.records import Assigned, EndCode, Ended, Finished, LogRecord, PrefillDone
 from kvlane.streams.request import Request
@@ -220,10 +221,14 @@ class RouterMetrics(MetricSet):
             self._outcomes.labels(code)
 
     def watch(
-        self, router_queue: RouterQueue, followers: Mapping[str, Follower], index: KvIndexView
+        self,
+        router_queue: RouterQueue,
+        fleet: Fleet,
+        followers: Mapping[str, Follower],
+        index: KvIndexView,
     ) -> None:
         self._views = ViewCollector(index, followers)
-        self.read(partial(_queue_families, router_queue))
+        self.read(partial(_queue_families, router_queue, fleet))
         self.registry.register(self._views)
 
     async def page(self) -> bytes:
@@ -261,22 +266,30 @@ class RouterMetrics(MetricSet):
             self._hit_ratio.observe(rate)
 
 
-def _queue_families(router_queue: RouterQueue) -> Iterator[Metric]:
-    queue, batch = router_queue.waiting, router_queue.batch.waiting
+def _queue_families(router_queue: RouterQueue, fleet: Fleet) -> Iterator[Metric]:
+    queue = router_queue.waiting
     for name, meaning, value in (
         ("queued_requests", "Requests queued in this router", queue.queued_requests),
-        ("queued_batch_requests",
-         "Batch requests queued in this router or deferred in the log, besides interactive ones",
-         batch.queued_requests + batch.deferred_requests),
         ("deferred_requests", "Prompts from Kafka that stay in the log until the queue has room",
          queue.deferred_requests),
-        ("queued_tokens", "Prompt tokens of queued requests that no cache had on arrival",
-         queue.queued_tokens),
         ("queued_bytes", "Prompt bytes of queued requests", queue.queued_bytes),
         ("unconfirmed_assignments", "Decisions of this router not yet read back from the ledger",
          router_queue.unconfirmed_assignments),
     ):  # fmt: skip
         yield GaugeMetricFamily(f"kvlane_router_{name}", meaning, value)
+    # A model is known by its card or by a worker, and stays so while it has none.
+    models = {*fleet.models, *(member.card.model for member in fleet.members.values())}
+    for name, meaning, waiting, place in (
+        ("queued_tokens", "Prompt tokens of queued requests that no cache had on arrival",
+         queue, 1),
+        ("queued_batch_requests", "Batch requests queued in this router, besides interactive ones",
+         router_queue.batch.waiting, 0),
+    ):  # fmt: skip
+        sums = Counter[str](dict.fromkeys([*models, UNKNOWN], 0))
+        for model, size in waiting.size_by_model().items():
+            sums[model if model in models else UNKNOWN] += size[place]
+        samples = (([model], value) for model, value in sorted(sums.items()))
+        yield gauges(f"kvlane_router_{name}", f"{meaning}, by model", "model", samples)
     yield gauges(
         "kvlane_router_worker_slowdown_ratio",
         "Measured latency of a worker relative to its profile",
@@ -291,5 +304,5 @@ def _queue_families(router_queue: RouterQueue) -> Iterator[Metric]:
         ("pending_prefill_tokens", "Those of them that are neither computed nor cached",
          "prefill_tokens"),
     ):  # fmt: skip
-        samples = [([worker], getattr(load, field)) for worker, load in loads]
-        yield gauges(f"kvlane_router_{name}", meaning, "worker", samples)
+        by_worker = [([worker], getattr(load, field)) for worker, load in loads]
+        yield gauges(f"kvlane_router_{name}", meaning, "worker", by_worker)

@@ -56,7 +56,8 @@ async def test_all_metrics_are_zero_before_the_first_request(world: MemoryWorld)
         assert got[f'terminated_requests_total{{code="{code}"}}'] == 0
     for name in ("queue_time_seconds_count", "prompt_tokens_count",
                  "prefix_cache_hit_ratio_count", "dry_runs_total",
-                 "queued_requests", "queued_tokens", "queued_bytes"):  # fmt: skip
+                 "queued_requests", "queued_bytes", 'queued_tokens{model="unknown"}',
+                 'queued_batch_requests{model="unknown"}'):  # fmt: skip
         assert got[name] == 0
 
 
@@ -123,11 +124,12 @@ async def test_queue_is_measured_in_uncached_tokens(world: MemoryWorld) -> None:
     await world.sleep(2)
     got = await figures(router)
     assert got["queued_requests"] == 1
-    assert got["queued_tokens"] == len(TOKENS) - 2 * SIZE
+    assert got['queued_tokens{model="demo"}'] == len(TOKENS) - 2 * SIZE
+    assert got['queued_tokens{model="unknown"}'] == 0
     hand.state = "ready"
     await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
     got = await figures(router)
-    assert got["queued_requests"] == got["queued_tokens"] == 0
+    assert got["queued_requests"] == got['queued_tokens{model="demo"}'] == 0
 
 
 @scenario_test

@@ -76,6 +76,7 @@ class _Line:
 
     given: dict[str, float] = field(default_factory=dict)
     waiting: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
     served: float = 0.0
 
 
@@ -98,6 +99,10 @@ class FairQueue:
     def waiting_queues(self, *models: str) -> list[QueueKey]:
         lines = [(model, self._lines[model]) for model in models if model in self._lines]
         return [QueueKey(model, of) for model, line in lines for of in line.waiting]
+
+    def size_by_model(self) -> dict[str, tuple[int, int]]:
+        """Waiting requests of each model, and their tokens that no cache has."""
+        return {name: (line.waiting.total(), line.tokens) for name, line in self._lines.items()}
 
     def virtual_time(self, queue: QueueKey) -> float:
         """The virtual time of a queue; the lowest goes first."""
@@ -150,12 +155,15 @@ class FairQueue:
         line = self._lines.setdefault(queue.model, _Line())
         line.given[queue.class_name] = self.virtual_time(queue)
         line.waiting[queue.class_name] += 1
+        line.tokens += uncached_tokens
         self._requests[queue.class_name] += 1
         self._tokens[queue.class_name] += uncached_tokens
 
     def remove_waiting(self, queue: QueueKey, uncached_tokens: int) -> None:
         """A request waits no longer; `uncached_tokens` as at the beginning."""
-        waiting = self._lines[queue.model].waiting
+        line = self._lines[queue.model]
+        line.tokens -= uncached_tokens
+        waiting = line.waiting
         waiting[queue.class_name] -= 1
         if not waiting[queue.class_name]:
             del waiting[queue.class_name]

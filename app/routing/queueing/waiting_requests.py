@@ -56,10 +56,9 @@ class WaitingRequests:
     def queued_requests(self) -> int:
         return len(self.keys)
 
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of waiting requests, as given when the wait began."""
-        return self._size.tokens
+    def size_by_model(self) -> dict[str, tuple[int, int]]:
+        """Waiting requests of each model, and their tokens as given when the wait began."""
+        return self._classes.size_by_model()
 
     @property
     def queued_bytes(self) -> int:
