@@ -226,10 +226,13 @@ class LaneUsage:
         record = log_record.record
         if not isinstance(record, LedgerRecord):
             return
+        if (history := self.ended.get(record.id)) is not None:
+            # Its usage may be written later than the ledger knows its id.
+            if isinstance(record, Finished):
+                history.apply(record)
+            return
         finished = self._lane.finished
         if record.id in finished:
-            if (history := self.ended.get(record.id)) is not None and isinstance(record, Finished):
-                history.apply(record)
             return
         history = self._histories.get(record.id)
         if history is None:

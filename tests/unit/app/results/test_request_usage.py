@@ -30,8 +30,8 @@ BEGUN = {
 class Ledger:
     """A lane of the ledger, with one request `a`; a record is appended each 100 ms."""
 
-    def __init__(self) -> None:
-        self.lane = LaneUsage(window_ms=60_000)
+    def __init__(self, window_ms: int = 60_000) -> None:
+        self.lane = LaneUsage(window_ms)
         self.count = 0
 
     def append(self, *records: LedgerRecord) -> None:
@@ -144,6 +144,16 @@ def test_late_records_and_repetitions_make_no_second_usage() -> None:
     ledger.append(*begun("w2"), Finished(**run("w2"), code="stop", output_tokens=9))
     ledger.append(Ended(id="a", code="seen"), Ended(id="b", code="seen"))
     assert ledger.usage(after_ms=REPORT_WAIT_MS) == []
+
+
+def test_repetition_after_the_window_of_the_ledger_leaves_the_usage_as_it_is() -> None:
+    """The collector was down for longer than the ledger knows ids."""
+    ledger = Ledger(window_ms=200)
+    ledger.append(Ended(id="a", code="invalid", account=ACCOUNT))
+    ledger.append(*(Ended(id=f"b{n}", code="invalid") for n in range(9)))
+    ledger.append(Ended(id="a", code="seen"))
+    assert [usage.id for usage in ledger.usage()] == ["a", *(f"b{n}" for n in range(9))]
+    assert ledger.lane.first_besides(()) is None
 
 
 def test_written_usage_is_not_made_again_from_an_earlier_offset() -> None:
