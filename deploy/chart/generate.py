@@ -1,4 +1,5 @@
-"""Parts of the chart that follow from the code: tables of topics and rights, names of settings.
+"""Parts of the chart that follow from the code: tables of topics and rights, the schema of its
+values.
 
 `python deploy/chart/generate.py` writes `files/tables.yaml` and `values.schema.json`; `make chart`
 runs it before it renders.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,38 +73,199 @@ def tables() -> str:
     return head + yaml.safe_dump(content, sort_keys=False)
 
 
-def values_schema() -> str:
-    """The content of `values.schema.json`: a misspelt value or setting ends a rendering."""
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    settings = {"type": "object", "properties": {name: {} for name in Settings.model_fields}}
-    process = {"properties": {"settings": {"$ref": "#/definitions/settings"}}}
-    parts = {"type": "object", "additionalProperties": {"type": ["object", "null"], **process}}
-    nested = {
-        name: {
-            "type": "object",
-            "properties": {key: {} for key in value},
-            "additionalProperties": False,
+TEXT, FLAG, OBJECT = {"type": "string"}, {"type": "boolean"}, {"type": "object"}
+LIST = {"type": "array"}
+POSITIVE = {"type": "integer", "minimum": 1}
+TEXTS = {"type": "array", "items": TEXT}
+TEXT_OBJECT = {"type": "object", "additionalProperties": TEXT}
+SHARE = {"anyOf": [POSITIVE, {"type": "string", "pattern": "^[1-9][0-9]?%$|^100%$"}]}
+GROUP_NAME = "^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
+SCALED_BY = {
+    "preprocessor": ("cpu", "prompts", "batchPrompts"),
+    "worker": ("cpu", "queuedTokens", "activeRequests", "batchRequests"),
+}
+"""By role, the triggers of autoscaling besides those of the user; of other processes `cpu`."""
+SETTING_KEYS = (
+    "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "minLength", "pattern",
+)  # fmt: skip
+"""What the schema of a setting takes over from that of its field."""
+
+
+def closed(properties: dict[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
+    """An object with these properties only; null leaves it out."""
+    found = {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
+    return found | ({"required": list(required)} if required else {})
+
+
+def setting_schema(field: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The values that a field of Settings takes from its variable; null leaves the setting out."""
+    options = []
+    for each in field.get("anyOf", [field]):
+        resolved = definitions[each["$ref"].rpartition("/")[2]] if "$ref" in each else each
+        option = {key: resolved[key] for key in SETTING_KEYS if key in resolved}
+        if choices := option.get("enum"):  # in capitals: accepted in small letters too
+            lower = [each.lower() for each in choices if each.isupper()]
+            option["enum"] = sorted({*choices, *lower}, key=str)
+        options.append(option)
+        if option.get("type") == "object":
+            options.append({"type": "string", "pattern": r"^\s*\{"})
+    options = [option for option in options if option.get("type") != "null"]
+    if len(options) > 1:
+        return {"anyOf": [*options, {"type": "null"}]}
+    found = options[0] | {"type": [options[0]["type"], "null"]}
+    return found | ({"enum": [*found["enum"], None]} if "enum" in found else {})
+
+
+def settings_schema() -> dict[str, Any]:
+    """The settings by name, without secrets: these come from Secrets, as files."""
+    schema = Settings.model_json_schema()
+    fields = schema["properties"]
+    return closed(
+        {
+            name: setting_schema(field, schema.get("$defs", {}))
+            for name, field in fields.items()
+            if f"{name}_file" not in fields
         }
-        for name, value in values.items()
-        if isinstance(value, dict) and value and name != "podAnnotations"
-    }
-    properties = (
-        {name: {} for name in values}
-        | nested
-        | {"settings": {"$ref": "#/definitions/settings"}, "processes": parts, "workers": parts}
     )
-    properties["kafka"]["properties"]["authentication"] = {"enum": ["", "scram-sha-512", "tls"]}
+
+
+def image() -> dict[str, Any]:
+    return closed({"repository": TEXT, "tag": TEXT})
+
+
+def part_schema(role: str) -> dict[str, Any]:
+    """The values of a process or of a worker group."""
+    triggers = SCALED_BY.get(role, ("cpu",))
+    scaling = closed(
+        {"minReplicas": {"type": "integer", "minimum": 0}, "maxReplicas": POSITIVE}
+        | dict.fromkeys(triggers, POSITIVE)
+        | {"triggers": {"type": "array", "minItems": 1}, "fallback": OBJECT, "behavior": OBJECT}
+        | {"pollingInterval": POSITIVE, "cooldownPeriod": {"type": "integer", "minimum": 0}},
+        ("minReplicas", "maxReplicas"),
+    )
+    scaling["anyOf"] = [{"required": [name]} for name in (*triggers, "triggers")]
+    # Nothing, as in values that a user had before: no autoscaling.
+    scaling = {"anyOf": [scaling, {"type": ["object", "null"], "maxProperties": 0}]}
+    options = {
+        "replicas": {"type": "integer", "minimum": 0},
+        "settings": {"$ref": "#/definitions/settings"},
+        "image": image(),
+        "resources": OBJECT,
+        "updateStrategy": OBJECT,
+        "maxUnavailable": SHARE,
+        "autoscaling": scaling,
+        "networkPolicy": closed({"ingress": LIST, "egress": LIST}),
+        "podAnnotations": TEXT_OBJECT,
+        **dict.fromkeys(("env", "volumes", "volumeMounts", "initContainers", "sidecars"), LIST),
+    } | POD
+    if role == "worker":
+        options |= {
+            "startupSeconds": {"type": "integer", "minimum": 30},
+            "modelClaim": TEXT,
+            "volumeClaimTemplates": LIST,
+            "sharedMemory": {"type": ["string", "integer"]},
+            "nodes": {"type": "integer", "minimum": 2},
+            "follower": OBJECT,
+        }
+    if role in ("gateway", "indexer"):
+        options["service"] = closed(
+            {
+                "type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+                "port": POSITIVE,
+                "annotations": TEXT_OBJECT,
+                "loadBalancerSourceRanges": TEXTS,
+            }
+        )
+    if role == "gateway":
+        options["indexed"] = FLAG
+    found = closed(options)
+    if role == "worker":
+        found["dependencies"] = {"nodes": ["follower"], "follower": ["nodes"]}
+    return found
+
+
+POD = {
+    "nodeSelector": TEXT_OBJECT,
+    "tolerations": LIST,
+    "affinity": OBJECT,
+    **dict.fromkeys(("priorityClassName", "runtimeClassName", "serviceAccountName"), TEXT),
+}
+"""Fields of a pod that all pods may have, or one part."""
+PROCESSES = ("gateway", "preprocessor", "router", "collector", "indexer")
+
+
+def values_schema() -> str:
+    """The content of `values.schema.json`: a misspelt name, and a value of another type, end a
+    rendering."""
+    monitor = {"enabled": FLAG, "labels": TEXT_OBJECT}
+    properties = POD | {
+        "global": {},
+        "image": closed(
+            {"repository": TEXT, "tag": TEXT}
+            | {"pullPolicy": {"enum": ["IfNotPresent", "Always", "Never"]}}
+        ),
+        "imagePullSecrets": {"type": "array", "items": closed({"name": TEXT}, ["name"])},
+        "settings": {"$ref": "#/definitions/settings"},
+        "kafka": closed(
+            dict.fromkeys(("bootstrapServers", "tlsSecret", "userPrefix"), TEXT)
+            | {"authentication": {"enum": ["", "scram-sha-512", "tls"]}}
+        ),
+        "secretName": TEXT,
+        "http": closed({"allowAnonymous": FLAG, "tlsSecret": TEXT}),
+        "processes": closed({role: part_schema(role) for role in PROCESSES}),
+        "workers": {
+            "type": "object",
+            "propertyNames": {"pattern": GROUP_NAME},
+            "additionalProperties": {"$ref": "#/definitions/worker"},
+        },
+        "autoscaling": closed(
+            dict.fromkeys(("prometheusUrl", "prometheusSelector", "kafkaSecret"), TEXT)
+        ),
+        "topicsJob": closed({"enabled": FLAG, "image": image(), "resources": OBJECT}),
+        "strimzi": closed({"enabled": FLAG, "cluster": TEXT, "clientUser": FLAG}),
+        "networkPolicy": closed(
+            {"enabled": FLAG, "kafkaPorts": {"type": "array", "items": POSITIVE}}
+            | dict.fromkeys(("clients", "metrics"), LIST)
+        ),
+        "ingress": closed(
+            {"enabled": FLAG, "className": TEXT, "hosts": TEXTS, "tlsSecret": TEXT}
+            | {"annotations": TEXT_OBJECT}
+        ),
+        "httpRoute": closed(
+            {"enabled": FLAG, "parentRefs": LIST, "hostnames": TEXTS, "annotations": TEXT_OBJECT}
+        ),
+        "monitoring": closed(
+            {"podMonitor": closed(monitor | {"interval": TEXT})}
+            | {name: closed(monitor) for name in ("prometheusRule", "dashboards")}
+        ),
+        "topologySpread": TEXTS,
+        "podAnnotations": TEXT_OBJECT,
+    }
     document = {
         "$schema": SCHEMA,
-        "definitions": {"settings": settings | {"additionalProperties": False}},
+        "definitions": {"settings": settings_schema(), "worker": part_schema("worker")},
         "type": "object",
-        "properties": properties | {"global": {}},
+        "properties": properties,
         "additionalProperties": False,
     }
     return json.dumps(document, indent=1) + "\n"
 
 
-GENERATED = {"files/tables.yaml": tables, "values.schema.json": values_schema}
+def copied(path: Path) -> Callable[[], str]:
+    """A file of another folder: Helm reads those of the chart only."""
+    return path.read_text
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "files/tables.yaml": tables,
+    "files/alerts.yaml": copied(CHART.parent / "prometheus" / "alerts.yaml"),
+    **{
+        f"files/dashboards/{path.name}": copied(path)
+        for path in sorted((CHART.parent / "grafana" / "dashboards").glob("*.json"))
+    },
+    "values.schema.json": values_schema,
+}
 """The generated files, and the function that gives the content of each."""
 
 
@@ -119,6 +282,7 @@ def digest() -> str:
 def main() -> None:
     """Write the generated files."""
     for path, content in GENERATED.items():
+        (CHART / path).parent.mkdir(exist_ok=True)
         (CHART / path).write_text(content())
 
 

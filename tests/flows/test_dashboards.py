@@ -35,8 +35,8 @@ from tests.harness.http_exchange import HttpExchange
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
-TARGET_LABELS = {"instance", "job"}
-"""Labels that Prometheus adds to every sample of a scraped process."""
+TARGET_LABELS = {"instance", "job", "namespace", "pod"}
+"""Labels that Prometheus adds to every sample of a scraped process; the last two on Kubernetes."""
 WAIT_S = 120.0
 LATE = {
     "kvlane_router_drift_alert", "kvlane_router_worker_slowdown_ratio",

@@ -97,8 +97,16 @@ class Process(NamedTuple):
 
 def pods(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for part in parts:
-        if part["kind"] in ("Deployment", "StatefulSet", "Job"):
-            yield part["metadata"]["name"], part["spec"]["template"]["spec"]
+        if (template := pod_template(part)) is not None:
+            yield part["metadata"]["name"], template["spec"]
+
+
+def pod_template(part: dict[str, Any]) -> dict[str, Any] | None:
+    if part["kind"] == "LeaderWorkerSet":
+        template: dict[str, Any] = part["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+        return template
+    has_pods = part["kind"] in ("Deployment", "StatefulSet", "Job")
+    return part["spec"]["template"] if has_pods else None
 
 
 def processes(rendered: Path) -> dict[str, Process]:
@@ -129,12 +137,32 @@ def test_rendered_manifests_are_those_of_this_chart() -> None:
         ({"processes": {"router": {"settings": {"lane": 4}}}}, "lane"),
         ({"kafka": {"bootstrapServer": "kafka:9092"}}, "bootstrapServer"),
         ({"replicas": 3}, "replicas"),
+        ({"processes": {"ruter": {}}}, "ruter"),
+        ({"processes": {"router": {"nodeselector": {"gpu": "h100"}}}}, "nodeselector"),
+        ({"processes": {"router": {"autoscaling": {"cpu": 70}}}}, "cpu"),
+        ({"processes": {"router": {"autoscaling": {"minReplicas": 1, "maxReplicas": 2}}}}, "min"),
+        ({"workers": {"simulated": {"replica": 9}}}, "replica"),
+        ({"workers": {"simulated": {"replicas": "two"}}}, "two"),
+        ({"workers": {"simulated": {"nodes": 2}}}, "follower"),
+        ({"workers": {"Llama_70B": {}}}, "Llama_70B"),
+        ({"settings": {"lanes": "eight"}}, "eight"),
+        ({"settings": {"lanes": 0}}, "minimum"),
+        ({"settings": {"policy": "fastest"}}, "fastest"),
+        ({"settings": {"hash_secret": "a"}}, "hash_secret"),
+        ({"workers": {"a": {"settings": {"engine": "vlm"}}}}, "vlm"),
+        ({"networkPolicy": {"enabled": "no"}}, "no"),
     ],
 )
 def test_misspelt_value_is_refused(values: dict[str, Any], named: str) -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     with pytest.raises(jsonschema.ValidationError, match=named):
         jsonschema.validate(values, schema)
+
+
+@pytest.mark.parametrize("path", [CHART / "values.yaml", *VALUES.values()], ids=lambda p: p.stem)
+def test_values_of_the_chart_fit_their_schema(path: Path) -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    jsonschema.validate(yaml.safe_load(path.read_text()), schema)
 
 
 # --- what is rendered is valid --------------------------------------------------------------------
@@ -163,6 +191,10 @@ def strict(schema: Any) -> Any:
 
 def check(part: dict[str, Any]) -> None:
     """Raises an error for a resource that its schema does not allow."""
+    if part["kind"] == "LeaderWorkerSet":
+        for template in ("leaderTemplate", "workerTemplate"):
+            pod = part["spec"]["leaderWorkerTemplate"][template]
+            check({"apiVersion": "v1", "kind": "PodTemplate", "template": pod})
     own = SCHEMAS / f"{part['kind']}.json"
     if not own.is_file():
         kubernetes_schemas.validate(part, KUBERNETES, strict=True)
@@ -204,9 +236,10 @@ def test_every_pod_is_selected_by_its_budget_and_its_network_policy(rendered: Pa
     parts = read(rendered)
     selectors = {"PodDisruptionBudget": "selector", "NetworkPolicy": "podSelector"}
     for part in parts:
-        if part["kind"] not in ("Deployment", "StatefulSet"):
+        template = pod_template(part)
+        if template is None or part["kind"] == "Job":
             continue
-        labels = part["spec"]["template"]["metadata"]["labels"]
+        labels = template["metadata"]["labels"]
         for kind, selector in selectors.items():
             chosen = [
                 other
@@ -222,7 +255,7 @@ def test_processes_run_without_rights(rendered: Path) -> None:
     for name, pod in pods(read(rendered)):
         assert pod["securityContext"]["runAsNonRoot"], name
         assert pod["automountServiceAccountToken"] is False
-        for container in pod["containers"]:
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
@@ -290,19 +323,40 @@ def test_settings_of_the_values_are_those_of_the_processes(
             assert (str(found) if isinstance(found, Path) else found) == wanted, field
 
 
-@pytest.mark.skipif(HELM is None, reason="needs helm: deploy/chart/render.sh installs it")
+def render(folder: Path, *options: str) -> Path:
+    assert HELM is not None
+    command = [HELM, "template", "kvlane", CHART, "--kube-version", f"{KUBERNETES}.0", *options]
+    rendered = folder / "rendered.yaml"
+    rendered.write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
+    read.cache_clear()
+    return rendered
+
+
+needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm: deploy/chart/render.sh builds it")
+
+
+@needs_helm
 def test_setting_on_the_command_line_of_helm_reaches_the_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert HELM is not None
-    command = [
-        HELM, "template", "kvlane", CHART, "--kube-version", f"{KUBERNETES}.0",
-        "--set", "settings.max_attempts=7", "--set", "processes.router.settings.policy=dynamo",
-    ]  # fmt: skip
-    rendered = tmp_path / "rendered.yaml"
-    rendered.write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
+    options = (
+        "--set",
+        "settings.max_attempts=7",
+        "--set",
+        "processes.router.settings.policy=dynamo",
+    )
+    rendered = render(tmp_path, *options, "--set", "processes.router.settings.log_json=false")
     settings = processes(rendered)["kvlane-router"].settings(monkeypatch, tmp_path)
-    assert (settings.max_attempts, settings.policy) == (7, "dynamo")
+    assert (settings.max_attempts, settings.policy, settings.log_json) == (7, "dynamo", False)
+
+
+@needs_helm
+def test_step_of_an_upgrade_replaces_the_pods_of_one_kind(tmp_path: Path) -> None:
+    pinned = ("--set", "image.tag=old", "--set", "topicsJob.image.tag=new")
+    before = processes(render(tmp_path, *pinned))
+    after = processes(render(tmp_path, *pinned, "--set", "processes.router.image.tag=new"))
+    assert [name for name in before if before[name] != after[name]] == ["kvlane-router"]
+    assert before["kvlane-topics"].container["image"] == "kvlane:new"
 
 
 @each_file
@@ -324,6 +378,115 @@ def test_pods_have_time_to_drain(
             continue
         given_s = process.pod["terminationGracePeriodSeconds"]
         assert math.ceil(longest_s) < given_s <= longest_s + 20, process.name
+
+
+# --- what the values files show ------------------------------------------------------------------
+
+
+def resource(name: str, kind: str, part: str) -> dict[str, Any]:
+    """A resource of a rendered file, by its kind and its name without `kvlane-`."""
+    (found,) = [
+        each
+        for each in read_named(name)
+        if (each["kind"], each["metadata"]["name"]) == (kind, f"kvlane-{part}")
+    ]
+    spec: dict[str, Any] = found["spec"]
+    return spec
+
+
+def test_groups_are_scaled_by_requests_of_their_model_in_their_release() -> None:
+    routers = 'namespace="kvlane", pod=~"kvlane-router-.+"'
+    queries = {
+        group: [
+            trigger["metadata"]["query"]
+            for trigger in resource("keda", "ScaledObject", f"worker-{group}")["triggers"]
+        ]
+        for group in ("simulated", "batch")
+    }
+    assert queries["simulated"][1] == (
+        f'sum(kvlane_router_queued_tokens{{model="demo", {routers}}})'
+    )
+    assert queries["batch"][1] == (
+        f'sum(kvlane_router_queued_batch_requests{{model="batch", {routers}}})'
+    )
+    gateway = resource("keda", "ScaledObject", "gateway")
+    assert gateway["triggers"][0]["metadata"] == {"value": "70"}
+    assert "replicas" not in resource("keda", "Deployment", "gateway")
+    assert resource("keda", "Deployment", "router")["replicas"] == 2
+
+
+def test_one_kind_of_process_has_another_version_during_an_upgrade() -> None:
+    images = {
+        name: process.container["image"].rpartition(":")[2]
+        for name, process in processes(ROOT / "deploy" / "k8s" / "cluster.yaml").items()
+    }
+    assert {name for name, tag in images.items() if tag == "next"} == {
+        "kvlane-router",
+        "kvlane-worker-simulated",
+    }
+    workers = resource("cluster", "StatefulSet", "worker-simulated")
+    assert workers["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": "25%"}
+    budget = resource("cluster", "PodDisruptionBudget", "worker-simulated")
+    assert budget["maxUnavailable"] == "25%"
+
+
+def test_indexed_gateways_share_the_lanes() -> None:
+    gateway = resource("cluster", "StatefulSet", "gateway")
+    env = {each["name"]: each for each in gateway["template"]["spec"]["containers"][0]["env"]}
+    assert env["KVLANE_GATEWAY_COUNT"]["value"] == str(gateway["replicas"]) == "3"
+    assert "pod-index" in env["KVLANE_GATEWAY_INDEX"]["valueFrom"]["fieldRef"]["fieldPath"]
+
+
+def test_network_policies_let_traces_and_transfers_pass() -> None:
+    for part in ("gateway", "router", "worker-simulated", "topics"):
+        egress = resource("cluster", "NetworkPolicy", part)["egress"]
+        assert {"ports": [{"protocol": "TCP", "port": 4318}]} in egress, part
+    workers = {
+        "podSelector": {
+            "matchLabels": {"app.kubernetes.io/instance": "kvlane", "kvlane/role": "worker"}
+        }
+    }
+    for part in ("worker-prefill", "worker-decode"):
+        policy = resource("disaggregated", "NetworkPolicy", part)
+        assert {"from": [workers]} in policy["ingress"]
+        assert {"to": [workers]} in policy["egress"]
+        pod = resource("disaggregated", "StatefulSet", part)["template"]["spec"]
+        env = {each["name"]: each for each in pod["containers"][0]["env"]}
+        address = env["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert address == "status.podIP"
+    assert "hook" in str(
+        [
+            each["metadata"]["annotations"]
+            for each in read_named("default")
+            if each["metadata"]["name"] == "kvlane-topics" and each["kind"] == "NetworkPolicy"
+        ]
+    )
+
+
+@pytest.mark.parametrize(("name", "part"), [("attached", "qwen"), ("multinode", "large")])
+def test_attached_server_starts_before_its_worker_and_stops_after_it(name: str, part: str) -> None:
+    process = processes(ROOT / "deploy" / "k8s" / f"{name}.yaml")[f"kvlane-worker-{part}"]
+    (server,) = process.pod["initContainers"]
+    assert server["restartPolicy"] == "Always"
+    assert {"startupProbe", "livenessProbe"} <= server.keys()
+    probe = process.container["startupProbe"]
+    longest_s = probe["periodSeconds"] * probe["failureThreshold"]
+    assert probe["httpGet"]["path"] == "/readyz"
+    assert int(process.environment["KVLANE_ATTACH_START_TIMEOUT_S"]) < longest_s
+
+
+def test_rules_and_dashboards_are_in_the_objects_of_their_operators() -> None:
+    alerts = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())
+    (rule,) = [part for part in read_named("cluster") if part["kind"] == "PrometheusRule"]
+    assert rule["spec"] == alerts
+    boards = {
+        key: json.loads(content)
+        for part in read_named("cluster")
+        if part["kind"] == "ConfigMap"
+        for key, content in part["data"].items()
+    }
+    files = (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")
+    assert boards == {f"kvlane-{path.name}": json.loads(path.read_text()) for path in files}
 
 
 # --- topics and rights ----------------------------------------------------------------------------
