@@ -82,10 +82,18 @@ class _Line:
 
 class FairQueue:
     def __init__(self, shares: Mapping[str, ClassConfig] | None = None) -> None:
-        self._shares = {DEFAULT_CLASS: ClassConfig(), **(shares or {})}
+        self.set_shares(shares)
         self._requests, self._tokens = Counter[str](), Counter[str]()
         """Waiting requests by class, and their tokens that no cache has."""
         self._lines: dict[str, _Line] = {}
+
+    def set_shares(self, shares: Mapping[str, ClassConfig] | None) -> None:
+        """Use other classes from now on. Requests of one that is gone stay in it, with the weight
+        of the default class and without bounds."""
+        self._shares = {DEFAULT_CLASS: ClassConfig(), **(shares or {})}
+
+    def _share(self, class_name: str) -> ClassConfig:
+        return self._shares.get(class_name) or self._shares[DEFAULT_CLASS]
 
     def classify(self, request: Request) -> QueueKey:
         for name in (request.hints.queue_class, request.tenant):
@@ -94,7 +102,7 @@ class FairQueue:
         return QueueKey(request.model)
 
     def ttft_target_ms(self, queue: QueueKey) -> float | None:
-        return self._shares[queue.class_name].ttft_target_ms
+        return self._share(queue.class_name).ttft_target_ms
 
     def waiting_queues(self, *models: str) -> list[QueueKey]:
         lines = [(model, self._lines[model]) for model in models if model in self._lines]
@@ -147,7 +155,7 @@ class FairQueue:
 
     def is_full(self, queue: QueueKey, reserved: int = 0) -> bool:
         """Whether the bounds of the class leave no room for one more, with `reserved` requests."""
-        share, of = self._shares[queue.class_name], queue.class_name
+        share, of = self._share(queue.class_name), queue.class_name
         requests = self._requests[of] + reserved
         return requests >= share.max_queued_requests or self._tokens[of] >= share.max_queued_tokens
 
@@ -173,7 +181,7 @@ class FairQueue:
         self._tokens[queue.class_name] -= uncached_tokens
 
     def _cost(self, claim: ShareCost) -> float:
-        return claim.tokens / self._shares[claim.queue.class_name].weight
+        return claim.tokens / self._share(claim.queue.class_name).weight
 
 
 _within_class = attrgetter("negated_priority", "order")

@@ -30,10 +30,14 @@ class DecodeWeight:
     """The value of a millisecond of decode, in milliseconds to a first token, by an objective."""
 
     def __init__(self, objective: Objective) -> None:
-        self._objective = objective
         self._ttft_ms, self._decode_ms = INITIAL_TTFT_MS, INITIAL_DECODE_MS
         self._held_ms = 0.0
         self._answers = INITIAL_ANSWERS
+        self.set_objective(objective)
+
+    def set_objective(self, objective: Objective) -> None:
+        """Weigh by another objective from now on; the means stay."""
+        self._objective = objective
         self.value = THROUGHPUT_WEIGHT if objective == "throughput" else FIRST_TOKEN_WEIGHT
         if objective == "balanced":
             self._update()

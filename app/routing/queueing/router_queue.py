@@ -109,6 +109,10 @@ class QueueConfig(NamedTuple):
     batch_bounds: BatchBounds = BatchBounds()
     batch_bound: QueueSize = QueueSize(UNBOUNDED, UNBOUNDED, UNBOUNDED)
 
+    @property
+    def deferrable_bound(self) -> QueueSize:
+        return QueueSize(*(max(1, int(DEFERRABLE_SHARE * each)) for each in self.bound))
+
 
 class RouterQueue:
     """One per router. `router`: its name in the ledger. `silent`: the workers to which nothing is
@@ -119,16 +123,15 @@ class RouterQueue:
         self, router: str, fleet: Fleet, silent: SilentWorkers, ledger: LedgerState,
         index: KvIndexView, config: QueueConfig,
     ) -> None:  # fmt: skip
-        bound, rules = config.bound, config.handover_rules
+        rules = config.handover_rules
         self._decode_weight = DecodeWeight(config.routing.objective)
         self._use_weight(config.routing)
         self.handover_rules = rules
         self._classes = FairQueue(config.classes)
         self._wake_ups = WakeUps[RequestKey]()
         self.waiting = WaitingRequests(
-            self._classes, bound,
-            QueueSize(*(max(1, int(DEFERRABLE_SHARE * each)) for each in bound)),
-            MAX_FREQUENT_RETRIES, self._wake_ups,
+            self._classes, config.bound, config.deferrable_bound, MAX_FREQUENT_RETRIES,
+            self._wake_ups,
         )  # fmt: skip
         self._fleet = fleet
         self._ledger = ledger
@@ -165,6 +168,19 @@ class RouterQueue:
         self._wakeups_left = MAX_WAKEUPS
         """Requests that records may still wake before the next pass, besides the next one of each
         place."""
+
+    def set_config(self, config: QueueConfig) -> None:
+        """Use other settings from now on, but for those of batch work and the domain of transfers.
+        All waiting requests look again, and go in the new order."""
+        self._decode_weight.set_objective(config.routing.objective)
+        self._use_weight(config.routing)
+        self.handover_rules = config.handover_rules
+        self._counts_output = config.counts_output
+        self._classes.set_shares(config.classes)
+        self.waiting.set_bounds(config.bound, config.deferrable_bound)
+        self._reserved = ReservedRequests(config.order, self._classes)
+        self._joint_waits.clear()
+        self._wake_ups.wake_all()
 
     # --- planning --------------------------------------------------------------------------------
 

@@ -39,8 +39,7 @@ class WaitingRequests:
         """Requests beyond `deferrable_bound`, which wait in the log."""
         self._wake_ups = wake_ups
         self._classes = classes
-        self._bound = bound
-        self._deferrable_bound = deferrable_bound
+        self.set_bounds(bound, deferrable_bound)
         self._max_frequent_retries = max_frequent_retries
         self._arrived = 0
         self._sizes: dict[RequestKey, QueueSize] = {}
@@ -49,6 +48,11 @@ class WaitingRequests:
         self._lane_bytes = Counter[int]()
         self._decodes = Counter[str]()
         """Requests of phase decode, by model."""
+
+    def set_bounds(self, bound: QueueSize, deferrable_bound: QueueSize) -> None:
+        """Bound the queue otherwise from now on; requests beyond a lower bound wait on."""
+        self._bound = bound
+        self._deferrable_bound = deferrable_bound
 
     # --- size ------------------------------------------------------------------------------------
 

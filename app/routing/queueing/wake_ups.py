@@ -110,9 +110,12 @@ class WakeUps(Generic[K]):
     def wake_lines(self) -> None:
         self.wake([key for line in self._lines.values() for _, _, key in line])
 
+    def wake_all(self) -> None:
+        self.wake(list(self._waiting))
+
     def wake_due(self, now_ms: float) -> None:
         if now_ms < self._now_ms - MAX_CLOCK_STEP_MS:
-            self.wake(list(self._waiting))
+            self.wake_all()
         self._now_ms = now_ms
         while self.next_ms <= now_ms:
             self.wake((heappop(self._retries)[-1],))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.policy_names import QueueOrder
 from kvlane.app.routing.queueing.deferred_prompts import QueueSize
 from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, QueueKey
-from kvlane.app.routing.queueing.router_queue import MAX_FREQUENT_RETRIES
+from kvlane.app.routing.queueing.pending import RequestKey
+from kvlane.app.routing.queueing.router_queue import MAX_FREQUENT_RETRIES, QueueConfig
 from kvlane.app.routing.queueing.worker_capacity import PROBE_INTERVAL_MS
 from kvlane.app.routing.selection.decision import Placement, Rejection, Wait
 from kvlane.app.routing.selection.handover_rules import HandOverRules
+from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.streams.records import Assigned
 from tests.harness.queue_harness import ORIGIN, QueueHarness
 from tests.harness.routing_harness import NOW_MS, TIMEOUT_MS, RoutingHarness
@@ -327,3 +332,121 @@ def test_burst_with_one_prefix_meets_at_a_worker_before_its_first_event(
     last = queue.decisions[-1][1]
     assert isinstance(last, Placement)
     assert last.cached_tokens == 0, "no run has computed it"
+
+
+# --- settings that change ------------------------------------------------------------------------
+
+
+def queued_prefills(routing: RoutingHarness) -> QueueHarness:
+    """Three requests that policy predictive queues for a busy worker, the shortest came last."""
+    routing.worker("w", engine=dict(SLOW))
+    queue = QueueHarness(routing, "predictive")
+    queue.send("first", tokens=2000)
+    for name, tokens in (("long", 900), ("middle", 600), ("short", 300)):
+        queue.send(name, tokens=tokens)
+    assert (queue.queue.reservations, queue.queue.waiting.queued_requests) == (3, 3)
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("policy", "order", "went"),
+    [
+        ("predictive", "sjf", ["short", "middle", "long"]),
+        ("predictive", "fcfs", ["long", "middle", "short"]),
+        ("dynamo", "sjf", ["long", "middle", "short"]),
+    ],
+)
+def test_waiting_requests_go_by_new_settings_and_none_is_lost(
+    routing: RoutingHarness, policy: str, order: QueueOrder, went: list[str]
+) -> None:
+    queue = queued_prefills(routing)
+    queue.queue.set_config(QueueConfig(RoutingConfig(policy), order=order))
+    queue.plan()
+    for name in ("first", *went[:2]):
+        queue.prefilled(name)
+    assert [*queue.workers][1:] == went
+    assert {queue.decisions[-1][1].policy} == {policy}  # type: ignore[union-attr]
+    assert (queue.queue.reservations, queue.queue.waiting.queued_requests) == (0, 0)
+
+
+def test_policy_predictive_reserves_places_for_requests_that_waited_under_another(
+    routing: RoutingHarness,
+) -> None:
+    routing.worker("full", engine=dict(SLOW), max_runs=1)
+    queue = QueueHarness(routing, "dynamo")
+    queue.send("first", tokens=2000)
+    queue.send("a", "b", tokens=900)
+    routing.worker("w", engine=dict(SLOW))
+    queue.queue.set_config(QueueConfig(RoutingConfig("predictive")))
+    queue.queue.on_fleet_changed()
+    queue.plan()
+    assert queue.workers == {"first": "full", "a": "w"}
+    assert queue.queue.reservations == 1
+    queue.prefilled("a")
+    assert queue.workers == {"first": "full", "a": "w", "b": "w"}
+
+
+def test_settings_that_change_between_the_planning_and_the_turn_of_a_request_lose_none(
+    routing: RoutingHarness,
+) -> None:
+    queue = queued_prefills(routing)
+    queue.pass_time(NOW_MS + 1)
+    for name in ("long", "middle", "short"):
+        queue.queue.look(queue.requests[RequestKey(0, name)])
+    order = queue.queue.plan_pass(queue.now_ms)
+    queue.queue.set_config(QueueConfig(RoutingConfig("dynamo")))
+    for key in order:
+        queue._act(queue.requests[key])
+    queue.plan()
+    assert sorted(queue.workers) == ["first", "long", "middle", "short"]
+    assert queue.queue.waiting.queued_requests == 0
+
+
+def test_new_weights_of_classes_hold_for_waiting_requests(routing: RoutingHarness) -> None:
+    shares = {"paid": ClassConfig(1.0), "free": ClassConfig(1.0)}
+    queue = one_at_a_time(routing, classes=shares)
+    for number in range(8):
+        queue.send(f"free-{number}", queue_class="free")
+        queue.send(f"paid-{number}", queue_class="paid")
+    weighted = shares | {"paid": ClassConfig(3.0)}
+    queue.queue.set_config(QueueConfig(RoutingConfig("dynamo"), classes=weighted))
+    queue.plan()
+    went = [name.partition("-")[0] for name in finish_all(queue)[1:]]
+    assert (went[:8].count("paid"), went[:8].count("free")) == (6, 2)
+    assert len(went) == 16
+
+
+def test_requests_of_a_class_that_is_gone_go_all_the_same(routing: RoutingHarness) -> None:
+    queue = one_at_a_time(routing, classes=SHARES)
+    queue.send("a", "b", queue_class="free")
+    queue.send("c", queue_class="paid")
+    queue.queue.set_config(QueueConfig(RoutingConfig("dynamo")))
+    queue.plan()
+    queue.send("d", queue_class="free")
+    assert sorted(finish_all(queue)) == ["a", "b", "c", "d", "first"]
+    assert queue.queue.waiting.queued_requests == 0
+
+
+def test_lower_bound_refuses_new_requests_and_keeps_those_that_wait(
+    routing: RoutingHarness,
+) -> None:
+    queue = one_at_a_time(routing)
+    queue.send("a", "b")
+    bound = QueueSize(1, UNBOUNDED, UNBOUNDED)
+    queue.queue.set_config(QueueConfig(RoutingConfig("dynamo"), bound=bound))
+    queue.plan()
+    assert queue.queue.waiting.is_full(QueueKey("m"))
+    assert finish_all(queue) == ["first", "a", "b"]
+    assert not queue.queue.waiting.is_full(QueueKey("m"))
+
+
+def test_learned_times_outlive_another_objective(routing: RoutingHarness) -> None:
+    routing.worker("w")
+    queue, other = QueueHarness(routing, "predictive"), QueueHarness(routing, "predictive")
+    for each in (queue, other):
+        each.send("a")
+        each.finish("a", ttft_ms=500.0, itl_ms=9.0, output_tokens=40)
+    learned = other.queue.config.predictive_weights.decode_weight
+    for objective in ("throughput", "balanced"):
+        queue.queue.set_config(QueueConfig(RoutingConfig("predictive", objective=objective)))
+    assert queue.queue.config.predictive_weights.decode_weight == learned
