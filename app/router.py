@@ -264,8 +264,7 @@ class Router(ObservedProcess):
                 self._ctx.spawn("notify again", renotified)
         if self._fleet_versions != (versions := self._present_fleet_versions):
             self._fleet_versions = versions
-            context.model_availability.on_fleet_changed()
-            context.scheduler.on_fleet_changed()
+            context.on_fleet_changed()
             for owner in self._owners.values():
                 owner.reconcile_due()
 

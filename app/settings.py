@@ -30,7 +30,7 @@ from kvlane.app.configuration.request_settings import (
     batch_conflicts,
     request_conflicts,
 )
-from kvlane.app.configuration.router_settings import RouterSettings
+from kvlane.app.configuration.router_settings import ORDERED_SETTINGS, RouterSettings
 from kvlane.app.configuration.setting_values import (
     PREFIX,
     SettingsError,
@@ -44,6 +44,7 @@ from kvlane.app.configuration.worker_settings import (
     engine_conflicts,
     worker_conflicts,
 )
+from kvlane.app.routing.queueing.fair_share import ClassConfig
 from kvlane.streams.ids import TenantTag
 from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, RESULTS, USAGE
 
@@ -54,7 +55,9 @@ __all__ = [
     "AREAS",
     "Settings",
     "SettingsError",
+    "ordered_values",
     "settings_for_writing",
+    "settings_with_order",
     "unknown_variables",
     "variable_name",
 ]
@@ -242,6 +245,37 @@ def settings_for_writing() -> Settings:
         names = "\n".join(f"{name} is not a setting: correct or unset it" for name in unknown)
         raise SettingsError(names)
     return Settings()
+
+
+def settings_with_order(settings: Settings, ordered: Mapping[str, Any]) -> Settings:
+    """The settings of a router with those of an order about routing. Raises SettingsError."""
+    for name in ordered:
+        if name not in ORDERED_SETTINGS:
+            close = difflib.get_close_matches(name, ORDERED_SETTINGS, n=1)
+            hint = f": did you mean {close[0]}?" if close else ""
+            if name in Settings.model_fields:
+                hint = f": set {variable_name(name)}, and restart the processes"
+            raise SettingsError(f"{name!r} is no setting that changes while routers run{hint}")
+    own = {name: getattr(settings, name) for name in RouterSettings.model_fields}
+    try:
+        checked = RouterSettings.model_validate(own | dict(ordered))
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(error))) from None
+    return settings.model_copy(update={name: getattr(checked, name) for name in ordered})
+
+
+def ordered_values(settings: Settings) -> dict[str, Any]:
+    """The settings that an order may replace, as JSON values."""
+    values = {name: getattr(settings, name) for name in ORDERED_SETTINGS}
+    values["queue_classes"] = {
+        name: {
+            field: value
+            for field, value in share._asdict().items()
+            if value != ClassConfig._field_defaults[field]
+        }
+        for name, share in sorted(settings.queue_classes.items())
+    }
+    return values
 
 
 def _secrets() -> list[str]:

@@ -67,6 +67,7 @@ _INNER: tuple[type[record_base.InternalRecord], ...] = (
     records.Skip,
     records.Cordon,
     records.ModelAlias,
+    records.RoutingOrder,
     batch_records.FileCard,
     batch_records.BatchJob,
     batch_records.BatchCancel,

@@ -35,6 +35,7 @@ from kvlane.streams.record_types.ledger_records import (
 from kvlane.streams.record_types.registry_records import (
     GUIDED_DECODING_FEATURE,
     LOGPROBS_FEATURE,
+    ROUTING_FORMAT,
     AliasTarget,
     Artifact,
     Cordon,
@@ -43,6 +44,7 @@ from kvlane.streams.record_types.registry_records import (
     ModelAlias,
     ModelCard,
     Role,
+    RoutingOrder,
     Skip,
     SnapshotPointer,
     Tombstone,
@@ -59,6 +61,7 @@ from kvlane.streams.record_types.worker_records import (
     Probe,
     ReportedWaits,
     RouterCapacity,
+    RoutingReport,
     RunProgress,
     WorkerState,
 )

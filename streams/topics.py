@@ -156,7 +156,7 @@ TOPICS: tuple[Topic, ...] = (
         REGISTRY, "entity", 1, None, "msgpack",
         (
             "WorkerCard", "ModelCard", "SnapshotPointer", "Deployment", "Skip", "Cordon",
-            "ModelAlias", "Tombstone",
+            "ModelAlias", "RoutingOrder", "Tombstone",
         ),
         ("worker", "router", "indexer", "operator"),
         ("gateway", "preprocessor", "router", "worker", "indexer", "operator", "collector"),

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvlane.app.configuration.setting_values import unique_name
 from kvlane.app.routing.policy_names import Objective, PolicyName, QueueOrder
 from kvlane.app.routing.queueing.fair_share import ClassConfig
 
+ORDERED_SETTINGS = (
+    "policy", "objective", "max_queue_wait_s", "session_affinity_tolerance", "overlap_score_credit",
+    "prefill_load_scale", "host_cache_weight", "disk_cache_weight", "active_request_weight",
+    "overlap_decay", "router_temperature", "track_output_blocks", "queue_order", "queue_classes",
+    "max_queued_requests", "max_queued_tokens", "handover_min_tokens", "handover_min_share",
+    "transfer_bandwidth", "transfer_latency_ms",
+)  # fmt: skip
+"""Settings that a `RoutingOrder` may replace while routers run; all others need a restart."""
+
 
 class RouterSettings(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
+
     router_id: str = Field(
         default_factory=unique_name,
         pattern=r"^[A-Za-z0-9._:-]{1,128}$",

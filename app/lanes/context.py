@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+from kvlane.app.lanes.ordered_routing import OrderedRouting
 from kvlane.app.lanes.scheduler import Scheduler
 from kvlane.app.lanes.shared_reads import EndOffsets, SharedScanner
 from kvlane.app.metrics.router_metrics import RouterMetrics
@@ -183,6 +184,18 @@ def _batch_bound(settings: Settings) -> QueueSize:
     )
 
 
+def queue_config(settings: Settings) -> QueueConfig:
+    return QueueConfig(
+        routing_config(settings), _interactive_bound(settings), settings.queue_order,
+        settings.queue_classes, _handover_rules(settings), settings.track_output_blocks,
+        BatchBounds(
+            max_slowdown=settings.batch_max_slowdown,
+            max_blocked_share=settings.batch_max_blocked_share,
+        ),
+        _batch_bound(settings),
+    )  # fmt: skip
+
+
 @dataclass
 class RouterContext:
     name: str
@@ -210,6 +223,7 @@ class RouterContext:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     heartbeat_read: WaitQueue = field(default_factory=WaitQueue)
     """Notified when heartbeats were read."""
+    routing: OrderedRouting = field(init=False)
     queue: RouterQueue = field(init=False)
     model_availability: ModelAvailability = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -219,24 +233,23 @@ class RouterContext:
 
     def __post_init__(self) -> None:
         self._end_offsets = EndOffsets(self.log, self.ctx)
-        rules = _handover_rules(self.settings)
+        self.routing = OrderedRouting(self.settings, self.fleet)
         self.queue = RouterQueue(
             self.name, self.fleet, self.silent_workers, self.ledger, self.kv_index,
-            QueueConfig(
-                routing_config(self.settings), _interactive_bound(self.settings),
-                self.settings.queue_order, self.settings.queue_classes, rules,
-                self.settings.track_output_blocks,
-                BatchBounds(
-                    max_slowdown=self.settings.batch_max_slowdown,
-                    max_blocked_share=self.settings.batch_max_blocked_share,
-                ),
-                _batch_bound(self.settings),
-            ),
+            queue_config(self.settings),
         )  # fmt: skip
         self.model_availability = ModelAvailability(
-            self.fleet, 1000 * self.settings.no_worker_timeout_s, needs_prefill=rules.is_enforced
-        )
+            self.fleet, 1000 * self.settings.no_worker_timeout_s,
+            needs_prefill=self.settings.enforce_disaggregation,
+        )  # fmt: skip
         self.scheduler = Scheduler(self.queue, self.broker_clock, self.count_awaited)
+
+    def on_fleet_changed(self) -> None:
+        """Other workers may be eligible now, or other settings of routing hold."""
+        if self.routing.take_order():
+            self.queue.set_config(queue_config(self.routing.settings))
+        self.model_availability.on_fleet_changed()
+        self.scheduler.on_fleet_changed()
 
     @contextmanager
     def count_unconfirmed(self, run: RunId, request: Request, choice: Placement) -> Iterator[None]:

@@ -269,6 +269,7 @@ class Dispatcher:
         assigned = decision_record(
             rest, run, choice, s.name, s.ledger.last_append_ms,
             continues_guided=member is not None and member.card.config.continues_guided,
+            routing_order=s.routing.order_in_use,
         )  # fmt: skip
         assignment = assignment_record(
             rest, run, choice, bootstrap, s.broker_clock.now_ms(), handover_until_ms
@@ -311,10 +312,10 @@ def _route_span(rest: RemainingWork, choice: Placement) -> Span:
 
 def decision_record(
     rest: RemainingWork, run: RunId, choice: Placement, router: str, known_ms: int,
-    *, continues_guided: bool,
+    *, continues_guided: bool, routing_order: int | None = None,
 ) -> Assigned:  # fmt: skip
     """The decision for a run. `known_ms`: append time of the youngest record of the ledger read.
-    `continues_guided`: as in the config of the run's engine."""
+    `continues_guided`: as in the config of the run's engine. `routing_order`: as in `Assigned`."""
     request = rest.request
     is_guided = request.sampling.guided_decoding is not None
     can_continue = (continues_guided or not is_guided) and not continuation_blocker(request)
@@ -332,7 +333,7 @@ def decision_record(
         service_class=request.service_class, is_preemptible=can_continue,
         choice=choice.choice, candidate_rows=choice.record, is_prompt=request.queued_ms > 0,
         itl_ms_predicted=choice.forecast.itl_ms, prefix_marks=choice.prefix_marks,
-        account=request.account,
+        account=request.account, routing_order=routing_order,
     )  # fmt: skip
 
 

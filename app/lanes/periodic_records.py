@@ -2,8 +2,9 @@
 
 `capacity` gets a record of the prompts that the router has room for after every change, a few a
 second at most, and again before the last one expires; every ten seconds it also has the requests
-that wait, with their reasons, for operators. `ended-ids` gets a record a minute for each owned
-lane. Repeated ones do no harm; after a crash the next owner writes the missing ones, from its view.
+that wait, with their reasons, and how the router routes, for operators. `ended-ids` gets a record a
+minute for each owned lane. Repeated ones do no harm; after a crash the next owner writes the
+missing ones, from its view.
 """
 
 from __future__ import annotations
@@ -42,17 +43,20 @@ class CapacityReporter:
 
     async def run(self) -> None:
         clock = self._context.ctx.clock
-        last, reported_at, waits_due_at = None, clock.now(), clock.now()
+        last, reported_at, waits_due_at, routing = None, clock.now(), clock.now(), None
         while True:
             report = self._report()
-            has_waits = clock.now() >= waits_due_at
+            now_routing = self._context.routing.report
+            has_waits = clock.now() >= waits_due_at or now_routing != routing
             if report != last or has_waits or clock.now() - reported_at >= REFRESH_INTERVAL_S:
-                written = replace(report, waits=self._waits()) if has_waits else report
+                written = report
+                if has_waits:
+                    written = replace(report, waits=self._waits(), routing=now_routing)
                 try:
                     await self._publisher.publish_once(CAPACITY, report.router, written, 0)
                     last, reported_at = report, clock.now()
                     if has_waits:
-                        waits_due_at = reported_at + WAITS_INTERVAL_S
+                        waits_due_at, routing = reported_at + WAITS_INTERVAL_S, now_routing
                 except AppendFailed as e:
                     log.warning("cannot report this router's capacity to preprocessors: %s", e)
             await clock.sleep(REPORT_INTERVAL_S)

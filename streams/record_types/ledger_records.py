@@ -108,7 +108,8 @@ class Assigned(RunRecord, frozen=True):
     youngest ledger record that its router had read. `choice`: whether to hand over, where costs
     decided. `is_preemptible`: whether a batch run gives way. `is_prompt`: the request came from
     Kafka, so copies may come for days. `prefix_marks`: keys of blocks of its prompt, 8 bytes each,
-    little endian, at depths that all routers have.
+    little endian, at depths that all routers have. `routing_order`: offset of the `RoutingOrder`
+    that its router had; None: its own settings.
     """
 
     origin: RequestOffset
@@ -138,6 +139,7 @@ class Assigned(RunRecord, frozen=True):
     itl_ms_predicted: float = 0.0
     prefix_marks: bytes = b""
     account: Account | None = None
+    routing_order: int | None = None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -5,7 +5,7 @@ orders of operators."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -160,6 +160,20 @@ class ModelAlias(InternalRecord, frozen=True):
 
     name: str
     targets: tuple[AliasTarget, ...] = ()
+
+
+ROUTING_FORMAT = 1
+"""The highest format of a `RoutingOrder` that this version reads."""
+
+
+class RoutingOrder(InternalRecord, frozen=True):
+    """An operator's order: settings by which all routers route, instead of their own, until a
+    tombstone of this record. Key `routing`. `settings`: JSON values by name
+    (`ORDERED_SETTINGS` in app/configuration/router_settings.py). A router of a lower `format`
+    keeps its own settings."""
+
+    settings: dict[str, Any]
+    format: int = 1
 
 
 class Tombstone(InternalRecord, frozen=True):

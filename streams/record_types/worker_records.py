@@ -6,7 +6,7 @@ cache changes, the free capacity of routers, and shares of gateways in tenants' 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from kvlane.streams.record_base import InternalRecord, Phase
 from kvlane.streams.record_types.ledger_records import RequestOffset
@@ -138,11 +138,20 @@ class ReportedWaits(InternalRecord, frozen=True):
             raise ValueError(f"a request has none of the {len(self.reasons)} reasons")
 
 
+class RoutingReport(InternalRecord, frozen=True):
+    """How a router routes. `own`: its own settings that an order may replace. `order`: offset of
+    the `RoutingOrder` that it has read, None without one; `problem`: why it does not use that."""
+
+    own: dict[str, Any] = {}
+    order: int | None = None
+    problem: str = ""
+
+
 class RouterCapacity(InternalRecord, frozen=True):
     """Remaining capacity of a router: requests, and tokens and bytes of their prompts.
 
     `positions`: its lanes, each with the offset up to which it had read `requests`.
-    `batch_requests`: its room for class batch, apart. `waits`: None in most records.
+    `batch_requests`: its room for class batch, apart. `waits`, `routing`: None in most records.
     """
 
     router: str
@@ -152,6 +161,7 @@ class RouterCapacity(InternalRecord, frozen=True):
     positions: dict[int, int] = {}
     batch_requests: int = 0
     waits: ReportedWaits | None = None
+    routing: RoutingReport | None = None
 
 
 class LimitClaims(InternalRecord, frozen=True):

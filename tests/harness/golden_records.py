@@ -695,6 +695,18 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ),
     ),
     (
+        r.RouterCapacity(
+            router="r1",
+            routing=r.RoutingReport(
+                own={"policy": "predictive"}, order=18, problem="it has format 2"
+            ),
+        ),
+        bytes.fromhex(
+            "82a6726f75746572a27231a7726f7574696e6783a36f776e81a6706f6c696379aa70726564696374697665"
+            "a56f7264657212a770726f626c656daf69742068617320666f726d61742032"
+        ),
+    ),
+    (
         r.LimitClaims(
             "g1-00ff", 7, {"acme": (2, 0, 4096, 3, 500)}, {"acme": (4, 1, 8192, 6, 1000)}
         ),
@@ -912,6 +924,20 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             targets=(r.AliasTarget(model="a", weight=9), r.AliasTarget(model="b")),
         ),
         bytes.fromhex("82a46e616d65a463686174a7746172676574739282a56d6f64656ca161a67765696768740981a56d6f64656ca162"),
+    ),
+    (
+        r.RoutingOrder(
+            settings={
+                "policy": "dynamo", "session_affinity_tolerance": 0.2,
+                "queue_classes": {"a": {"weight": 2.0}},
+            },
+            format=2,
+        ),
+        bytes.fromhex(
+            "82a873657474696e677383a6706f6c696379a664796e616d6fba73657373696f6e5f616666696e6974795f"
+            "746f6c6572616e6365cb3fc999999999999aad71756575655f636c617373657381a16181a6776569676874"
+            "cb4000000000000000a6666f726d617402"
+        ),
     ),
     (
         b.FileCard(

@@ -29,6 +29,7 @@ from kvlane.streams.records import (
     ModelAlias,
     ModelCard,
     Phase,
+    RoutingOrder,
     RunKey,
     Tombstone,
     WorkerCard,
@@ -97,6 +98,14 @@ class LastHeartbeat(NamedTuple):
     """Part of the engine's cache that its runs hold, 0 to 1; 0 if it is not reported."""
 
 
+class PlacedOrder(msgspec.Struct, frozen=True):
+    """The order about routing, with its offset in the registry, and when it was appended."""
+
+    order: RoutingOrder
+    offset: int
+    at_ms: int
+
+
 class Fleet:
     """Cards, heartbeats and deaths; a `MaterializedView` (streams/views/view.py) over registry and
     kv-events.
@@ -114,6 +123,7 @@ class Fleet:
         self.cordons: dict[str, Cordon] = {}
         """By worker; also of workers without a card, which may come back."""
         self.aliases: dict[str, ModelAlias] = {}
+        self.routing: PlacedOrder | None = None
         self.version = 0
         self.changed_heartbeats = ChangeLog[str]()
         self._lost: dict[str, int] = {}  # worker → its highest lost epoch
@@ -175,6 +185,9 @@ class Fleet:
             elif isinstance(record, ModelAlias):
                 self.aliases[record.name] = record
                 self.version += 1
+            elif isinstance(record, RoutingOrder):
+                self.routing = PlacedOrder(record, log_record.offset, log_record.timestamp_ms)
+                self.version += 1
             elif isinstance(record, Tombstone):
                 self._remove(log_record, record)
         self._positions[source] = position
@@ -197,6 +210,8 @@ class Fleet:
             self.cordons.pop(name, None)
         if kind == "alias":
             self.aliases.pop(name, None)
+        if kind == "routing":
+            self.routing = None
         if kind != "worker":
             return
         epoch = log_record.offset if tombstone.epoch is None else tombstone.epoch
@@ -248,6 +263,7 @@ class Fleet:
             self.models.clear()
             self.cordons.clear()
             self.aliases.clear()
+            self.routing = None
             self._tombstoned.clear()
             self._tombstone_times = LastSeen()
         else:
@@ -263,7 +279,9 @@ class Fleet:
             ]
             cordons = [cordon for _, cordon in sorted(self.cordons.items())]
             aliases = [alias for _, alias in sorted(self.aliases.items())]
-            return msgspec.msgpack.encode(_Entities(cards, models, tombstoned, cordons, aliases))
+            return msgspec.msgpack.encode(
+                _Entities(cards, models, tombstoned, cordons, aliases, self.routing)
+            )
         seen = self._last_seen.get(source.partition, LastSeen()).times
         return msgspec.msgpack.encode([self._snapshot_row(w, at_ms) for w, at_ms in seen.items()])
 
@@ -290,6 +308,7 @@ class Fleet:
             self.models = {m.name: m for m in entities.models}
             self.cordons = {cordon.worker: cordon for cordon in entities.cordons}
             self.aliases = {alias.name: alias for alias in entities.aliases}
+            self.routing = entities.routing
             self._tombstoned = {worker: epoch for worker, epoch, _ in entities.tombstoned}
             self._tombstone_times = LastSeen(
                 {worker: at_ms for worker, _, at_ms in entities.tombstoned}
@@ -325,6 +344,7 @@ class _Entities(msgspec.Struct, omit_defaults=True):
     tombstoned: list[tuple[str, int, int]] = msgspec.field(name="buried")
     cordons: list[Cordon] = []
     aliases: list[ModelAlias] = []
+    routing: PlacedOrder | None = None
 
 
 class _HeartbeatRow(msgspec.Struct):

@@ -15,6 +15,7 @@ from kvlane.streams.records import (
     LogRecord,
     Lost,
     ModelAlias,
+    RoutingOrder,
     RunProgress,
     Tombstone,
     WorkerCard,
@@ -218,3 +219,17 @@ def test_alias_is_in_the_snapshot_and_the_hash_of_a_fleet() -> None:
     assert fleet({8: alias, 9: Tombstone(key="alias/chat")}, []).aliases == {}
     aliased.forget(REGISTRY)
     assert aliased.aliases == {}
+
+
+def test_newest_order_about_routing_is_in_the_snapshot_and_the_hash_of_a_fleet() -> None:
+    first, order = RoutingOrder(settings={}), RoutingOrder(settings={"policy": "dynamo"})
+    plain, ordered, copy = fleet({}, []), fleet({8: first, 9: order}, []), Fleet()
+    assert ordered.version == plain.version + 2
+    assert ordered.state_hash(REGISTRY) != plain.state_hash(REGISTRY)
+    copy.restore(REGISTRY, ordered.snapshot(REGISTRY), 100)
+    for view in (ordered, copy):
+        assert view.routing is not None
+        assert (view.routing.order, view.routing.offset) == (order, 9)
+    assert fleet({8: order, 9: Tombstone(key="routing")}, []).routing is None
+    ordered.forget(REGISTRY)
+    assert ordered.routing is None
