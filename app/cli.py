@@ -23,6 +23,7 @@ from kvlane.app.commands import (
     local_commands,
     model_commands,
     request_commands,
+    routing_commands,
     topic_commands,
     usage_command,
     worker_commands,
@@ -103,6 +104,7 @@ app.add_typer(batch_commands.app, name="batch")
 app.add_typer(topic_commands.app, name="topics")
 app.add_typer(worker_commands.app, name="workers")
 app.add_typer(model_commands.app, name="models")
+app.add_typer(routing_commands.app, name="routing")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(dead_letter_commands.app, name="dead-letters")
 local_commands.add_bench(app)

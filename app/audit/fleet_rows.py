@@ -1,4 +1,4 @@
-"""Workers, models, requests and queues of a deployment as rows, from a `FleetView`.
+"""Workers, models, requests, queues and routers of a deployment as rows, from a `FleetView`.
 
 They are the objects of `--json`, whose fields are in docs/operations.md and are only added. Points
 in time are those of the broker, in ms since 1970; None: unknown. Pure.
@@ -7,25 +7,26 @@ in time are those of the broker, in ms since 1970; None: unknown. Pure.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from kvlane.app.audit.fleet_view import FleetView, RequestFacts
 from kvlane.app.audit.waits import ReportedWait
 from kvlane.app.preprocess.models.model_aliases import ModelAliases
-from kvlane.app.routing.state.fleet import FleetMember
+from kvlane.app.routing.state.fleet import FleetMember, PlacedOrder
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, RunState, RunStatus
 from kvlane.streams.ports import Partition
 from kvlane.streams.record_types.batch_records import BatchJob
-from kvlane.streams.records import Phase, RunKey, WorkerState
+from kvlane.streams.records import Phase, RoutingReport, RunKey, WorkerState
 from kvlane.streams.topics import REQUESTS, lane_of
 
 ShownState = WorkerState | Literal["starting", "silent", "lost"]
 ShownPhase = Literal["queued", "assigned", "prefill", "decode", "ended"]
 EndedShown = Literal["ended", "slow", "failed"]
+RoutingOf = Literal["own", "order", "unread", "unusable", "unreported"]
 _PHASES: dict[RunState, ShownPhase] = {
     "assigned": "assigned", "started": "prefill", "prefilled": "decode",
 }  # fmt: skip
@@ -425,6 +426,39 @@ def wait_rows(view: FleetView, open_requests: Sequence[RequestRow]) -> list[Wait
     reasons = Counter(wait.reason for wait in reports.waits if wait.request_id in queued)
     rows = [WaitRow(reason, count) for reason, count in reasons.most_common()]
     return [*rows, WaitRow("not listed", reports.left_out)] if reports.left_out else rows
+
+
+class RoutingRow(msgspec.Struct, frozen=True):
+    """A router. `routing_of`: whose settings hold there, or why those of the order do not: it has
+    not read the order, cannot use it (`problem`), or reports nothing, as earlier versions.
+    `own`, `settings`: its own ones, and those that hold, by name; None: unknown."""
+
+    router: str
+    routing_of: RoutingOf
+    problem: str = ""
+    own: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] | None = None
+
+
+def routing_rows(
+    placed: PlacedOrder | None, reports: Mapping[str, RoutingReport | None]
+) -> list[RoutingRow]:
+    return [_routing_row(name, placed, report) for name, report in sorted(reports.items())]
+
+
+def _routing_row(
+    router: str, placed: PlacedOrder | None, report: RoutingReport | None
+) -> RoutingRow:
+    if report is None:
+        return RoutingRow(router, "unreported")
+    own = report.own
+    if report.order != (None if placed is None else placed.offset):
+        has_own = report.order is None or report.problem
+        return RoutingRow(router, "unread", own=own, settings=own if has_own else None)
+    if placed is None or report.problem:
+        of: RoutingOf = "unusable" if report.problem else "own"
+        return RoutingRow(router, of, report.problem, own, own)
+    return RoutingRow(router, "order", own=own, settings={**own, **placed.order.settings})
 
 
 class JobRow(msgspec.Struct, frozen=True):

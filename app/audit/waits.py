@@ -6,7 +6,7 @@ in its lane. Ages are those of the broker's clock: the newest report is taken fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from kvlane.streams.records import (
     Finished,
     LogRecord,
     RouterCapacity,
+    RoutingReport,
     Started,
 )
 from kvlane.streams.request import Request
@@ -50,13 +51,15 @@ class RouterReports(NamedTuple):
     """The state of all routers at `now_ms`, when the last of them reported; 0: none ever did.
 
     `positions`: by lane its owner, and the offset up to which that has read `requests`. `left_out`:
-    requests that wait and are not in `waits`, since too many do.
+    requests that wait and are not in `waits`, since too many do. `routing`: of each router that is
+    not silent; None: it has reported none, as earlier versions.
     """
 
     now_ms: int
     positions: dict[int, tuple[str, int]]
     waits: tuple[ReportedWait, ...]
     left_out: int
+    routing: Mapping[str, RoutingReport | None] = {}
 
     def wait_of(self, request_id: str) -> ReportedWait | None:
         return next((wait for wait in self.waits if wait.request_id == request_id), None)
@@ -91,13 +94,13 @@ class ReportFold:
     def reports(self, now_ms: int = 0) -> RouterReports:
         """Owners are routers that are not silent at `now_ms`, or when the last one reported."""
         now_ms = max(now_ms, self._newest_ms)
+        live = {n: r for n, r in self._states.items() if now_ms - r[0] < SILENCE_MS}
         recent = {n: r for n, r in self._waits.items() if r[0] >= self._oldest_ms}
         return RouterReports(
             self._newest_ms,
             {  # a lane that has moved is that of the newer report
                 lane: (name, position)
-                for name, (at_ms, report) in sorted(self._states.items(), key=lambda s: s[1][0])
-                if now_ms - at_ms < SILENCE_MS
+                for name, (_, report) in sorted(live.items(), key=lambda s: s[1][0])
                 for lane, position in report.positions.items()
             },
             tuple(
@@ -107,6 +110,7 @@ class ReportFold:
                 for request_id, since_ms, reason in report.waits.requests
             ),
             sum(r.waits.left_out for _, r in recent.values() if r.waits is not None),
+            {n: recent[n][1].routing if n in recent else None for n in sorted(live)},
         )
 
 

@@ -19,11 +19,11 @@ from kvlane.app.audit.waits import REPORTED_AFTER_S, RouterReports
 from kvlane.app.commands.console import escape_text, format_value, plain_table
 from kvlane.streams.records import Assigned, Cancel, Refused
 from kvlane.streams.request import Request
-from kvlane.streams.topics import HOUR_MS, REQUESTS, TOPICS_BY_NAME
+from kvlane.streams.topics import HOUR_MS, REGISTRY, REQUESTS, TOPICS_BY_NAME
 
 _SHOWN_ELSEWHERE = frozenset({
     "worker", "epoch", "rank", "attempt", "policy", "router", "held_ms", "cached_tokens_predicted",
-    "ttft_ms_predicted",
+    "ttft_ms_predicted", "routing_order",
 })  # fmt: skip
 MAX_LISTED_WAITS = 50
 NO_WAITS = (
@@ -169,6 +169,8 @@ def _show_decision(decision: ExplainedDecision, console: Console) -> None:
     held = f", queued {record.held_ms} ms" if record.held_ms else ""
     attempt = f", attempt {record.attempt}" if record.attempt else ""
     policy = f", policy {record.policy}" if record.policy else ""
+    if record.routing_order is not None:
+        policy += f" by the order {REGISTRY}/0:{record.routing_order}"
     console.print(
         f"  to [bold]{escape_text(_place(record))}[/] (epoch {record.epoch}){escape_text(by)}"
         f"{policy}{attempt}{held}"

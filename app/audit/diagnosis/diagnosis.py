@@ -37,6 +37,7 @@ CHECKS = (
     Check("events", ("fleet",), fleet_checks.check_events),
     Check("index", ("fleet",), fleet_checks.check_drift),
     Check("routers", ("fleet",), fleet_checks.check_routers),
+    Check("routing", ("fleet",), fleet_checks.check_routing),
     Check("backlog", ("backlog",), fleet_checks.check_backlog),
     Check("results", ("backlog",), fleet_checks.check_results),
     Check("dead letters", ("backlog",), fleet_checks.check_dead_letters),

@@ -125,6 +125,12 @@ KINDS: dict[str, FindingKind] = {
     "lane-without-router": FindingKind(
         "fault", "Check `/readyz` of the routers; their group may rebalance.", "a-request-waits"
     ),
+    "routing-order-unused": FindingKind(
+        "fault", "Upgrade the router, or end the order: `kvlane routing reset`."
+    ),
+    "routing-differs": FindingKind(
+        "warning", "Give all routers the same settings, or an order: `kvlane routing set`."
+    ),
     "records-unread": FindingKind("fault", "Start more of its readers.", "kvlaneviewbehind"),
     "dead-letters": FindingKind("warning", "`kvlane dead-letters list` has the reasons."),
     # processes and files

@@ -15,7 +15,13 @@ from kvlane.app.audit.diagnosis.facts import (
 )
 from kvlane.app.audit.diagnosis.findings import Finding, finding
 from kvlane.app.audit.drift import MAX_ERROR_BLOCKS
-from kvlane.app.audit.fleet_rows import lane_rows, model_rows, open_requests_of, worker_rows
+from kvlane.app.audit.fleet_rows import (
+    lane_rows,
+    model_rows,
+    open_requests_of,
+    routing_rows,
+    worker_rows,
+)
 from kvlane.app.audit.fleet_status import state_words
 from kvlane.app.routing.state.fleet import FleetMember
 from kvlane.streams.records import WorkerCard
@@ -30,6 +36,10 @@ its decision and its prefill."""
 SLOW_S = 1.0
 """Answer of a probe that is slow: orchestrators give it a second."""
 MAX_CLOCK_MS = 5_000
+_UNUSED = {
+    "unread": "has not read the order about routing", "unusable": "cannot use it",
+    "unreported": "does not report how it routes, as earlier versions, which ignore the order",
+}  # fmt: skip
 _NO_ADDRESS = "no address was given: --url http://HOST:PORT for each gateway"
 _OTHERS_WRITE, _ALL_READ = 0o022, 0o004
 
@@ -116,7 +126,7 @@ def _minority(
     most = Counter(values.values()).most_common(1)[0][0]
     for worker, value in sorted(values.items()):
         if value != most:
-            words = f"{where}: {what} is {value}, that of other workers is {most}"
+            words = f"{where}: {what} is {value}, that of most others is {most}"
             yield finding(check, name, worker, words)
 
 
@@ -188,6 +198,22 @@ def check_routers(facts: Facts) -> Iterator[Finding]:
         yield finding(
             "routers", "lane-without-router", f"lane {lane}", "no router reports that it owns it"
         )
+
+
+def check_routing(facts: Facts) -> Iterator[Finding]:
+    """Routers that do not route by the order, or by other settings than most."""
+    sample = _sample(facts)
+    placed = sample.view.fleet.routing
+    rows = routing_rows(placed, sample.view.reports.reports(sample.now_ms).routing)
+    if placed is not None and sample.now_ms - placed.at_ms > SETTLED_MS:
+        for row in rows:
+            if row.routing_of in _UNUSED:
+                words = row.problem or _UNUSED[row.routing_of]
+                yield finding("routing", "routing-order-unused", row.router, words)
+    settings = {row.router: row.settings for row in rows if row.settings is not None}
+    for name in sorted({name for each in settings.values() for name in each}):
+        values = {router: str(each.get(name)) for router, each in settings.items()}
+        yield from _minority("routing", "routing-differs", name, "routing", values)
 
 
 def check_backlog(facts: Facts) -> Iterator[Finding]:

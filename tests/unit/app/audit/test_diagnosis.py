@@ -41,13 +41,17 @@ from kvlane.streams.records import (
     Finished,
     Lost,
     ModelCard,
+    ReportedWaits,
     RouterCapacity,
+    RoutingOrder,
+    RoutingReport,
 )
 from kvlane.streams.topics import CAPACITY, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, AclRule
 from tests.harness.made_fleet import NOW_MS, TIMEOUT_S, MadeFleet
 
 ROOT = Path(__file__).resolve().parents[4]
 SECRET = "0123456789abcdef"
+OWN = {"policy": "predictive"}
 URLS = ("http://r1", "http://r2")
 VIEW = ("kv index", "kv-events", "0", 7)
 
@@ -147,6 +151,32 @@ def plant_loss(at: Planted) -> None:
     at.fleet.append(KV_EVENTS, lost, -1000)
 
 
+ORDER = RoutingOrder(settings={"policy": "dynamo"})
+
+
+def plant_routing(*, is_read: bool, problem: str = "") -> Callable[[Planted], None]:
+    """An order of a minute ago, and how a router that has read it routes."""
+
+    def plant_fault(at: Planted) -> None:
+        offset = at.fleet.append(REGISTRY, ORDER, -60_000)
+        routing = RoutingReport(own=OWN, order=offset if is_read else None, problem=problem)
+        at.fleet.append(
+            CAPACITY,
+            RouterCapacity(router="r1", positions={0: 0}, waits=ReportedWaits(), routing=routing),
+        )
+
+    return plant_fault
+
+
+def plant_other_router(at: Planted) -> None:
+    for name, policy in (("r1", "predictive"), ("r2", "random")):
+        report = RouterCapacity(
+            router=name, positions={0: 0}, waits=ReportedWaits(),
+            routing=RoutingReport(own={"policy": policy}),
+        )  # fmt: skip
+        at.fleet.append(CAPACITY, report)
+
+
 def plant_zombie(at: Planted) -> None:
     lost = Lost(worker="w2", epoch=at.epochs["w2"], by="r1", silent_ms=5000)
     at.fleet.append(KV_EVENTS, lost, -20_000)
@@ -235,6 +265,10 @@ FAULTS: list[tuple[str, str, Callable[[Planted], object]]] = [
      lambda at: at.fleet.append(CAPACITY, RouterCapacity(router="r1", positions={}))),
     ("lane-without-router", "lane 1",
      lambda at: at.fleet.view.apply(Partition(REQUESTS, 1), (), 0)),
+    ("routing-order-unused", "r1", plant_routing(is_read=True, problem="it has format 2")),
+    ("routing-order-unused", "r1", plant_routing(is_read=False)),
+    ("routing-order-unused", "r1", lambda at: at.fleet.append(REGISTRY, ORDER, -60_000)),
+    ("routing-differs", "r2", plant_other_router),
     ("records-unread", "requests", lambda at: at.rows.append(TopicRow(REQUESTS, 1.0, 9, 3))),
     ("records-unread", "results", lambda at: plant(backlog=UnreadRecords(at.rows, 2, 0))(at)),
     ("dead-letters", "dead-letters", lambda at: plant(backlog=UnreadRecords(at.rows, 0, 4))(at)),
@@ -264,6 +298,14 @@ def test_planted_fault_is_found_by_name(
     assert (name, about) in findings
     follow = {"model-without-worker": {"worker-cordoned"}, "worker-epoch-stale": {"worker-lost"}}
     assert {each for each, _ in findings} <= {name} | follow.get(name, set())
+
+
+def test_order_that_a_router_uses_or_may_not_have_read_yet_is_no_finding() -> None:
+    at = Planted()
+    plant_routing(is_read=True)(at)
+    assert found(at.facts()) == []
+    at.fleet.append(REGISTRY, ORDER, -1000)
+    assert found(at.facts()) == []
 
 
 def test_each_kind_of_finding_can_be_planted() -> None:

@@ -1,0 +1,197 @@
+"""The commands `kvlane routing`: how routers route, and an order about it, by a record on
+`registry`."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Group
+from rich.text import Text
+
+from kvlane.app.commands import console as screen
+from kvlane.app.commands.fleet.fleet_commands import RowsOption
+from kvlane.app.commands.worker_commands import POLL_S, append_order, connected_fleet, end_order
+from kvlane.app.operator_error import OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import RenderableType
+
+    from kvlane.app.audit.fleet_rows import RoutingRow
+    from kvlane.app.routing.state.fleet import Fleet, PlacedOrder
+    from kvlane.streams.clock import Clock
+    from kvlane.streams.ports import Log
+
+KEY = "routing"
+SETTLE_S = 5.0
+"""Longest wait for the reports of all routers after an order: they follow within half a second."""
+MAX_SILENCE_MS = 60_000
+"""Age of the newest report at which no router runs."""
+_WORDS = {
+    "own": "own settings", "order": "by the order", "unread": "the order is not read yet",
+    "unusable": "own settings, since it cannot use the order",
+    "unreported": "unknown: it has not reported, and earlier versions keep their own settings",
+}  # fmt: skip
+
+app = typer.Typer(help="Show how the routers route; change it while they run.")
+
+
+class BadRouting(OperatorError):
+    """An order about routing that cannot be as the command asks."""
+
+    correction = "`kvlane routing` lists the settings; `kvlane routing reset` ends an order."
+
+
+@app.callback(invoke_without_command=True)
+def routing(context: typer.Context, *, json: RowsOption = None) -> None:
+    """Show how each router routes: its own settings, and those of an order.
+
+    Examples:
+
+    - `kvlane routing`
+
+    - `kvlane routing --json - | jq '.routers[] | {router, policy: .settings.policy}'`
+    """
+    if context.invoked_subcommand is None:
+        _show(json, *asyncio.run(_read()))
+
+
+@app.command(name="set")
+def set_settings(
+    settings: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help="The settings.")],
+    *,
+    json: RowsOption = None,
+) -> None:
+    """Let all routers route by these settings, instead of their own, from now on.
+
+    Other settings of the last order stay. The order holds for routers that start later too, until
+    `kvlane routing reset`. Requests that wait are planned anew; none is lost.
+
+    Examples:
+
+    - `kvlane routing set policy=dynamo session_affinity_tolerance=0.2`
+
+    - `kvlane routing set queue_order=edf 'queue_classes={"reports": {"weight": 0.2}}'`
+    """
+    _show(json, *asyncio.run(_set(parse_settings(settings))))
+
+
+@app.command()
+def reset(*, json: RowsOption = None) -> None:
+    """End the order: all routers route by their own settings again.
+
+    Examples:
+
+    - `kvlane routing reset`
+    """
+    _show(json, *asyncio.run(_reset()))
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """The values of texts NAME=VALUE; objects are JSON. Raises BadRouting."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise BadRouting(f"{text!r} is not of the form NAME=VALUE")
+        if name in found:
+            raise BadRouting(f"{name!r} is given twice")
+        try:
+            found[name] = msgspec.json.decode(value) if value.startswith("{") else value
+        except msgspec.DecodeError as e:
+            raise BadRouting(f"the value of {name!r} is no JSON object: {e}") from e
+    return found
+
+
+_Shown = tuple["PlacedOrder | None", "list[RoutingRow]"]
+
+
+async def _read() -> _Shown:
+    async with connected_fleet() as (log, clock, fleet):
+        return fleet.routing, await _rows(log, clock, fleet)
+
+
+async def _set(given: Mapping[str, Any]) -> _Shown:
+    from kvlane.app.settings import Settings, ordered_values, settings_with_order
+    from kvlane.streams.records import ROUTING_FORMAT, RoutingOrder
+
+    async with connected_fleet() as (log, clock, fleet):
+        before = fleet.routing
+        if before is not None and before.order.format > ROUTING_FORMAT:
+            raise BadRouting("the present order is of a later version of kvlane: use that version")
+        asked = {**({} if before is None else before.order.settings), **given}
+        values = ordered_values(settings_with_order(Settings(), asked))
+        order = RoutingOrder(settings={n: values[n] for n in asked}, format=ROUTING_FORMAT)
+        await append_order(log, clock, KEY, order)
+        return await _settled(log, clock, fleet, before)
+
+
+async def _reset() -> _Shown:
+    async with connected_fleet() as (log, clock, fleet):
+        if fleet.routing is None:
+            return None, await _rows(log, clock, fleet)
+        before = fleet.routing
+        await end_order(log, clock, KEY)
+        return await _settled(log, clock, fleet, before)
+
+
+async def _settled(log: Log, clock: Clock, fleet: Fleet, before: PlacedOrder | None) -> _Shown:
+    """The state after an order, when all routers have read it, or after `SETTLE_S`."""
+    until_s = clock.now() + SETTLE_S
+    while True:
+        rows = await _rows(log, clock, fleet)
+        is_read = fleet.routing != before and all(row.routing_of != "unread" for row in rows)
+        if is_read or clock.now() > until_s:
+            return fleet.routing, rows
+        await clock.sleep(POLL_S)
+
+
+async def _rows(log: Log, clock: Clock, fleet: Fleet) -> list[RoutingRow]:
+    from kvlane.app.audit.fleet_rows import routing_rows
+    from kvlane.app.audit.waits import read_reports
+
+    reports = await read_reports(log, clock)
+    is_live = reports.now_ms > clock.wall_ms() - MAX_SILENCE_MS
+    return routing_rows(fleet.routing, reports.routing if is_live else {})
+
+
+def _show(json: Path | None, placed: PlacedOrder | None, rows: list[RoutingRow]) -> None:
+    if json is None or str(json) != "-":
+        screen.make_console().print(_view(placed, rows))
+    screen.write_json(json, {"order": placed, "routers": rows})
+
+
+def _view(placed: PlacedOrder | None, rows: list[RoutingRow]) -> RenderableType:
+    """The order, then each group of routers that route alike, with its settings."""
+    from kvlane.app.audit.time_range import format_time
+
+    shown: list[RenderableType] = [Text("no order: routers route by their own settings")]
+    if placed is not None:
+        words = f"order of {format_time(placed.at_ms)}, registry/0:{placed.offset}"
+        settings = screen.format_value(placed.order.settings)
+        shown = [Text(f"{words}: {screen.escape_control(settings)}")]
+    if not rows:
+        shown.append(Text("no router has reported for a minute", "yellow"))
+
+    def alike(row: RoutingRow) -> str:
+        return repr((row.routing_of, row.problem, row.own, row.settings))
+
+    for _, group in groupby(sorted(rows, key=alike), alike):
+        same = list(group)
+        row, names = same[0], ", ".join(each.router for each in same)
+        problem = f": {row.problem}" if row.problem else ""
+        shown.append(Text(screen.escape_lines(f"\n{names}: {_WORDS[row.routing_of]}{problem}")))
+        if row.settings is not None and row.own is not None:
+            table = screen.plain_table("setting", "value", "own")
+            for name, value in row.settings.items():
+                own = row.own.get(name)
+                texts = (name, *map(screen.format_value, (value, "" if own == value else own)))
+                table.add_row(*map(screen.escape_text, texts))
+            shown.append(table)
+    return Group(*shown)
