@@ -17,6 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+from kvlane.app.runtime.process import tune_interpreter
 from tests.simulation.mutations import MUTATIONS, scenarios_of
 from tests.simulation.test_mutations import FOUND_BY, SEARCH, notices
 from workbench.testing.seed_simulation import simulate_seed
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     find = partial(find_seeds, wanted=options.wanted, most=options.seeds)
     table: dict[str, tuple[int, ...]] = {}
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.jobs, tune_interpreter) as pool:
         for done, found in enumerate(pool.imap_unordered(find, mutations), 1):
             table[found.mutation] = found.seeds
             line = f"{done}/{len(mutations)} {found.mutation}: {found.seeds or 'none found'}\n"
