@@ -120,7 +120,12 @@ def faults(query: str, exported: Exported, legend: str = "") -> list[str]:
     parts = list(walk(promql.parse(query.replace("$__rate_interval", "5m"))))
     selectors = [part for part in parts if isinstance(part, promql.VectorSelector)]
     labels = TARGET_LABELS.union(*(exported.get(part.name, ()) for part in selectors))
-    found = [part.name for part in selectors if part.name not in exported]
+    found = [part.name for part in selectors if part.name not in exported and part.name != "up"]
+    labels |= {
+        part.args[1].val
+        for part in parts
+        if isinstance(part, promql.Call) and part.func.name == "label_replace"
+    }
     used = {m.name for part in selectors for m in part.matchers.matchers}
     used |= {
         label
@@ -180,7 +185,7 @@ def test_every_query_reads_exported_metrics(exported: Exported) -> None:
         ("sum(kvlane_router_queue)", "", "kvlane_router_queue"),
         ("sum by (tenant) (kvlane_router_queued_tokens)", "", "tenant"),
         ('rate(kvlane_router_requests_total{result="stop"}[5m])', "", "result"),
-        ("kvlane_router_queued_tokens", "{{model}}", "model"),
+        ("kvlane_router_queued_bytes", "{{model}}", "model"),
         ("max(kvlane_router_queued_tokens) / max(kvlane_worker_steps)", "", "kvlane_worker_steps"),
     ],
 )

@@ -18,7 +18,7 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "==": operator.eq,
 }
-_AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max}
+_AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "count": len}
 
 
 def evaluate(expression: promql.Expr, series: Series, at_s: float) -> dict[Labels, float]:
@@ -31,12 +31,8 @@ def evaluate(expression: promql.Expr, series: Series, at_s: float) -> dict[Label
                 labels: samples[-1][1]
                 for labels, samples in _window(expression, series, at_s, STALE_S).items()
             }
-        case promql.Call() if expression.func.name in ("rate", "increase"):
-            (matrix,) = expression.args
-            range_s = matrix.range.total_seconds()
-            found = _window(matrix.vector_selector, series, at_s, range_s)
-            per_s = range_s if expression.func.name == "rate" else 1.0
-            return {labels: _increase(samples) / per_s for labels, samples in found.items()}
+        case promql.Call():
+            return _call(expression, series, at_s)
         case promql.AggregateExpr():
             kept = set(expression.modifier.labels) if expression.modifier else set()
             groups: dict[Labels, list[float]] = {}
@@ -49,6 +45,56 @@ def evaluate(expression: promql.Expr, series: Series, at_s: float) -> dict[Label
             holds, limit = _COMPARISONS[str(expression.op)], expression.rhs.val
             left = evaluate(expression.lhs, series, at_s)
             return {labels: value for labels, value in left.items() if holds(value, limit)}
+        case promql.BinaryExpr():
+            left = evaluate(expression.lhs, series, at_s)
+            right = evaluate(expression.rhs, series, at_s)
+            return _combined(expression, left, right)
+    raise NotImplementedError(f"no rule of this project uses {expression}")
+
+
+def _call(call: promql.Call, series: Series, at_s: float) -> dict[Labels, float]:
+    if call.func.name == "label_replace":
+        inner, name, value, source, pattern = call.args
+        assert source.val == pattern.val == "", "constant labels only"
+        added = {(name.val, value.val)}
+        found = evaluate(inner, series, at_s)
+        return {labels | added: sample for labels, sample in found.items()}
+    (matrix,) = call.args
+    range_s = matrix.range.total_seconds()
+    windows = _window(matrix.vector_selector, series, at_s, range_s)
+    match call.func.name:
+        case "last_over_time":
+            return {labels: samples[-1][1] for labels, samples in windows.items()}
+        case "rate" | "increase" as name:
+            per_s = range_s if name == "rate" else 1.0
+            return {labels: _increase(samples) / per_s for labels, samples in windows.items()}
+    raise NotImplementedError(f"no rule of this project uses {call}")
+
+
+def _combined(
+    expression: promql.BinaryExpr, left: dict[Labels, float], right: dict[Labels, float]
+) -> dict[Labels, float]:
+    """Two vectors, matched by all labels or by those of `on`."""
+    matching = expression.modifier.matching if expression.modifier else None
+    wanted = set(matching.labels) if matching else None
+
+    def key(labels: Labels) -> Labels:
+        return labels if wanted is None else frozenset(x for x in labels if x[0] in wanted)
+
+    others = {key(labels): value for labels, value in right.items()}
+    match str(expression.op):
+        case "and":
+            return {labels: value for labels, value in left.items() if key(labels) in others}
+        case "unless":
+            return {labels: value for labels, value in left.items() if key(labels) not in others}
+        case "or":
+            return right | left
+        case "/":  # without NaN, for which no comparison holds
+            return {
+                labels: value / others[key(labels)]
+                for labels, value in left.items()
+                if others.get(key(labels))
+            }
     raise NotImplementedError(f"no rule of this project uses {expression}")
 
 

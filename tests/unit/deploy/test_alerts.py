@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,25 @@ def labelled(**labels: str) -> Labels:
     return frozenset(labels.items())
 
 
-def recorded(name: str, labels: Labels, *changes: tuple[int, float]) -> Series:
-    """A series of half an hour. `changes`: from when on it has which value."""
+def recorded(
+    name: str, labels: Labels, *changes: tuple[int, float], until: int = END_S
+) -> dict[tuple[str, Labels], Sequence[tuple[float, float]]]:
+    """A series of half an hour, or less. `changes`: from when on it has which value."""
     samples = [
         (float(t), [value for since, value in changes if since <= t][-1])
-        for t in range(0, END_S, SCRAPE_S)
+        for t in range(0, until, SCRAPE_S)
     ]
     return {(name, labels): samples}
+
+
+RISING = [(t, max(0.0, t - 600.0)) for t in range(0, END_S, SCRAPE_S)]
+
+
+def within_limit(name: str, limit: str, labels: Labels, share: float) -> Series:
+    """A histogram with 1 value a second from ten minutes on, of which a share is within a limit."""
+    part = [(t, share * value) for t, value in RISING]
+    bucket = labels | labelled(le=limit)
+    return recorded(f"{name}_bucket", bucket, *part) | recorded(f"{name}_count", labels, *RISING)
 
 
 def firing_at(rule: dict[str, Any], series: Series) -> list[float]:
@@ -57,6 +70,7 @@ def firing_at(rule: dict[str, Any], series: Series) -> list[float]:
 
 
 W1 = labelled(model="demo", worker="w1", instance="r1")
+W1_TARGET = labelled(job="kvlane", instance="w1")
 R1 = labelled(instance="r1", view="load")
 CASES: dict[str, tuple[Series, Series, int]] = {
     "KvlaneCacheDrift": (
@@ -113,6 +127,51 @@ CASES: dict[str, tuple[Series, Series, int]] = {
         recorded("kvlane_view_malformed_records_total", R1, (0, 0), (600, 1)),
         recorded("kvlane_view_malformed_records_total", R1, (0, 7)),
         600,
+    ),
+    "KvlaneProcessMissing": (
+        recorded("kvlane_router_queued_requests", labelled(instance="r1"), (0, 3), until=600),
+        recorded("kvlane_router_queued_requests", labelled(instance="r1"), (0, 3), until=600)
+        | recorded("kvlane_router_queued_requests", labelled(instance="r2"), (0, 0)),
+        960,
+    ),
+    "KvlaneProcessDown": (
+        recorded("up", W1_TARGET, (0, 1), (600, 0))
+        | recorded("kvlane_http_connections", W1_TARGET, (0, 2), until=600),
+        recorded("up", W1_TARGET, (0, 1), (600, 0)),
+        660,
+    ),
+    "KvlaneDeadLetters": (
+        recorded("kvlane_preprocessor_prompts_total", labelled(outcome="dead_letter"),
+                 (0, 0), (600, 1)),
+        recorded("kvlane_preprocessor_prompts_total", labelled(outcome="refused"),
+                 (0, 0), (600, 1)),
+        600,
+    ),
+    "KvlaneBacklogOld": (
+        recorded("kvlane_backlog_oldest_age_seconds", labelled(topic="prompts"),
+                 (0, 0), (600, 301)),
+        recorded("kvlane_backlog_oldest_age_seconds", labelled(topic="batch"),
+                 (0, 0), (600, 301)),
+        900,
+    ),
+    "KvlaneResultsLate": (
+        within_limit("kvlane_collector_result_delay_seconds", "5.0", labelled(), share=0.8),
+        within_limit("kvlane_collector_result_delay_seconds", "5.0", labelled(), share=0.95),
+        930,
+    ),
+    "KvlaneFirstTokensLate": (
+        within_limit("kvlane_router_request_time_to_first_token_seconds", "10.0",
+                     labelled(model="demo"), share=0.8),
+        within_limit("kvlane_router_request_time_to_first_token_seconds", "10.0",
+                     labelled(model="demo"), share=0.95),
+        1230,
+    ),
+    "KvlaneHandOversUnused": (
+        recorded("kvlane_router_handed_over_requests_total", labelled(use="unused"), *RISING)
+        | recorded("kvlane_router_handed_over_requests_total", labelled(use="used"), *RISING),
+        recorded("kvlane_router_handed_over_requests_total", labelled(use="unused"), (0, 0))
+        | recorded("kvlane_router_handed_over_requests_total", labelled(use="used"), *RISING),
+        1230,
     ),
 }  # fmt: skip
 """By alert: series of its fault, series without it, and when it fires first, in seconds."""
