@@ -1,18 +1,37 @@
 """The Grafana dashboards: a table of panels, and the JSON that Grafana reads.
 
 `python deploy/grafana/generate.py` writes `dashboards/*.json`. A row of a panel is a legend and a
-query; `$rate` is replaced by Grafana's interval of rates.
+query; `$rate` is replaced by Grafana's interval of rates, and each metric gets the selectors of the
+variables whose labels it has.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent / "dashboards"
 COLUMNS, WIDTH, HEIGHT = 2, 12, 8
 SOURCE = {"type": "prometheus", "uid": "${source}"}
+OF_MODEL = (
+    r"kvlane_router_(request_\w+|requests_total|queued_tokens|queued_batch_requests|drift_\w+)"
+    r"|kvlane_worker_(runs_total|time_to_\w+|inter_token_\w+|(cached_)?(prompt|output)_tokens_total)"
+)
+"""Metrics with a label model."""
+OF_WORKER = r"kvlane_router_(active_\w+|drift_\w+|worker_\w+)|kvlane_indexer_worker_\w+"
+VARIABLES = {
+    "namespace": ("kvlane_http_connections", r"\w+"),
+    "model": ("kvlane_router_queued_tokens", OF_MODEL),
+    "worker": ("kvlane_router_active_requests", OF_WORKER),
+    "tenant": ("kvlane_collector_usage_requests_total", r"kvlane_collector_usage_\w+"),
+}
+"""By label: a metric that has all its values, and the metrics that it selects from."""
+PROCESS = "{{pod}} {{instance}}"
+"""Legend of a process: on Kubernetes its pod, elsewhere its address."""
+OF_KVLANE = "and on (job, instance) kvlane_http_connections"
+METRIC = re.compile(r"\b(?P<name>(?:kvlane|process)_\w+)(?:{(?P<labels>[^}]*)})?")
 
 
 class Panel(NamedTuple):
@@ -46,6 +65,23 @@ def per_worker(metric: str) -> str:
     return f"max by (worker) ({metric})"
 
 
+def selected(query: str) -> str:
+    """The query, with selectors for the values of the variables. A label that a metric lacks, such
+    as the namespace outside of Kubernetes, is matched by all values."""
+
+    def add(found: re.Match[str]) -> str:
+        name, own = found["name"], found["labels"]
+        labels = [own] if own else []
+        labels += [
+            f'{label}=~"${label}"'
+            for label, (_, metrics) in VARIABLES.items()
+            if re.fullmatch(metrics, re.sub("_(bucket|sum|count)$", "", name))
+        ]
+        return f"{name}{{{', '.join(labels)}}}"
+
+    return METRIC.sub(add, query)
+
+
 def _by(labels: str) -> str:
     return f" by ({labels}) " if labels else ""
 
@@ -63,16 +99,22 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel("Active requests of workers", "short", "From the ledger.",
                   {"{{worker}}": per_worker("kvlane_router_active_requests")}),
             Panel("KV cache in use", "percentunit", "Blocks in use of all blocks.",
-                  {"{{instance}}":
+                  {PROCESS:
                    "kvlane_worker_kv_cache_used_blocks / kvlane_worker_kv_cache_blocks"}),
             Panel("Age of heartbeats", "s", "Above KVLANE_WORKER_TIMEOUT_S a worker is lost.",
-                  {"{{instance}}": "kvlane_worker_heartbeat_age_seconds"}),
+                  {PROCESS: "kvlane_worker_heartbeat_age_seconds"}),
+            Panel("Usage of tenants", "short",
+                  "Prompt and output tokens a second; tenants beyond the first 100 are `other`.",
+                  {"{{tenant}}": "sum by (tenant) (rate(kvlane_collector_usage_tokens_total"
+                   '{kind=~"prompt|output"}[$rate]))'}),
+            Panel("Requests of tenants", "reqps", "Ended requests of each tenant.",
+                  {"{{tenant}}": rate("kvlane_collector_usage_requests_total", "tenant")}),
             Panel("Streams of gateways", "short", "Completions that are being streamed.",
-                  {"{{instance}}": "kvlane_gateway_completions_in_flight"}),
+                  {PROCESS: "kvlane_gateway_completions_in_flight"}),
             Panel("CPU", "short", "Cores in use of each process.",
-                  {"{{instance}}": "rate(process_cpu_seconds_total[$rate])"}),
+                  {PROCESS: f"rate(process_cpu_seconds_total[$rate]) {OF_KVLANE}"}),
             Panel("Memory", "bytes", "Resident memory of each process.",
-                  {"{{instance}}": "process_resident_memory_bytes"}),
+                  {PROCESS: f"process_resident_memory_bytes {OF_KVLANE}"}),
         ],
     ),
     "routing": (
@@ -98,8 +140,13 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
                   {"{{worker}}": per_worker("kvlane_router_worker_slowdown_ratio")}),
             Panel("Decisions", "reqps", "Requests assigned to a worker, by policy.",
                   {"{{policy}}": rate("kvlane_router_decisions_total", "policy")}),
+            Panel("Preempted batch runs", "reqps", "Batch runs that gave way to interactive ones.",
+                  {"preempted": rate("kvlane_router_preempted_runs_total")}),
+            Panel("Hand-overs", "reqps",
+                  "Prompts of prefill workers; unused ones are computed again by the next attempt.",
+                  {"{{use}}": rate("kvlane_router_handed_over_requests_total", "use")}),
             Panel("Unconfirmed assignments", "short", "Decisions not yet read back.",
-                  {"{{instance}}": "kvlane_router_unconfirmed_assignments"}),
+                  {PROCESS: "kvlane_router_unconfirmed_assignments"}),
         ],
     ),
     "latency": (
@@ -121,7 +168,7 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
                   {f"{name} {legend}": query for name in ("prompt", "output")
                    for legend, query in quantiles(f"kvlane_gateway_{name}_tokens").items()}),
             Panel("Delay of event loops", "s", "A sign of blocking work; 99th percentile.",
-                  {"{{instance}}": "histogram_quantile(0.99, sum by (le, instance) "
+                  {PROCESS: "histogram_quantile(0.99, sum by (le, pod, instance) "
                    "(rate(kvlane_event_loop_delay_seconds_bucket[$rate])))"}),
         ],
     ),
@@ -133,21 +180,37 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel("Age of the oldest prompt", "s", "Of those that wait, since its append.",
                   {"{{topic}}": "max by (topic) (kvlane_backlog_oldest_age_seconds)"}),
             Panel("Queued requests", "short", "Requests that wait in routers.",
-                  {"{{instance}}": "kvlane_router_queued_requests"}),
+                  {PROCESS: "kvlane_router_queued_requests"}),
             Panel("Queued tokens", "short", "Their uncached prompt tokens: scale by these.",
-                  {"{{instance}}": "kvlane_router_queued_tokens"}),
+                  {"{{model}}": "sum by (model) (kvlane_router_queued_tokens)"}),
+            Panel("Queued batch requests", "short", "Those in routers; others wait in the log.",
+                  {"{{model}}": "sum by (model) (kvlane_router_queued_batch_requests)"}),
+            Panel("Batch jobs", "short", "Jobs that collectors run now.",
+                  {"jobs": "sum(kvlane_collector_batch_jobs)"}),
             Panel("Queued bytes", "bytes", "Their prompts; KVLANE_MAX_QUEUED_BYTES is the limit.",
-                  {"{{instance}}": "kvlane_router_queued_bytes"}),
+                  {PROCESS: "kvlane_router_queued_bytes"}),
             Panel("Deferred prompts", "short", "Prompts from Kafka that wait in the log.",
-                  {"{{instance}}": "kvlane_router_deferred_requests"}),
+                  {PROCESS: "kvlane_router_deferred_requests"}),
             Panel("Age of prompts", "s", "From their append to their being read.",
                   quantiles("kvlane_preprocessor_prompt_age_seconds")),
             Panel("Prompts", "reqps", "By outcome.",
                   {"{{outcome}}": rate("kvlane_preprocessor_prompts_total", "outcome")}),
             Panel("Room in routers", "short",
                   "Requests that preprocessors may publish; paused ones leave prompts in the log.",
-                  {"{{instance}}": "kvlane_preprocessor_credit_requests",
+                  {PROCESS: "kvlane_preprocessor_credit_requests",
                    "paused": "sum(kvlane_preprocessor_paused)"}),
+            Panel("Results", "reqps", "Results that collectors wrote, by status.",
+                  {"{{status}}": rate("kvlane_collector_results_total", "status")}),
+            Panel("Delay of results", "s", "From the end of an answer to its result.",
+                  quantiles("kvlane_collector_result_delay_seconds")),
+            Panel("Collectors", "short", "Lanes, and open requests that get a result.",
+                  {f"lanes {PROCESS}": "kvlane_collector_lanes",
+                   f"requests {PROCESS}": "kvlane_collector_open_requests"}),
+            Panel("Transactions and replies", "short",
+                  "Transactions with results by outcome; replies that were left out, by reason.",
+                  {"{{outcome}}": rate("kvlane_collector_transactions_total", "outcome"),
+                   "reply: {{reason}}":
+                   rate("kvlane_collector_undelivered_replies_total", "reason")}),
             Panel("Rejected requests", "reqps", "Requests that routers ended, by code.",
                   {"{{code}}": rate("kvlane_router_terminated_requests_total", "code")}),
         ],
@@ -156,9 +219,10 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
         "kvlane: log",
         [
             Panel("Lag of views", "short", "Offsets between a view and the end of its topics.",
-                  {"{{instance}} {{view}}": "sum by (instance, view) (kvlane_view_lag_records)"}),
+                  {f"{PROCESS} {{{{view}}}}":
+                   "sum by (pod, instance, view) (kvlane_view_lag_records)"}),
             Panel("Silence of the broker", "s", "Time since it last answered a gateway.",
-                  {"{{instance}}": "kvlane_gateway_broker_last_response_age_seconds"}),
+                  {PROCESS: "kvlane_gateway_broker_last_response_age_seconds"}),
             Panel("Records applied", "short", "Records a second, by view.",
                   {"{{view}}": rate("kvlane_view_records_total", "view")}),
             Panel("Must stay 0", "short", "Lost chunks and events, malformed records.",
@@ -166,15 +230,18 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
                    "malformed": "sum(increase(kvlane_view_malformed_records_total[$rate]))",
                    "skipped: {{reason}}":
                    "sum by (reason) (increase(kvlane_indexer_skipped_records_total[$rate]))",
+                   "dead letters": "sum(increase(kvlane_preprocessor_prompts_total"
+                   '{outcome="dead_letter"}[$rate]))',
+                   "unreadable": "sum(increase(kvlane_collector_unreadable_records_total[$rate]))",
                    "event gaps": "sum(increase(kvlane_indexer_event_gaps_total[$rate]))"}),
             Panel("Skipped chunks", "short", "Duplicates, and those of abandoned runs.",
-                  {"{{instance}}": rate("kvlane_gateway_skipped_chunks_total", "instance")}),
+                  {PROCESS: rate("kvlane_gateway_skipped_chunks_total", "pod, instance")}),
             Panel("Rebuilt partitions", "short", "Views that began anew.",
                   {"{{view}}": "sum by (view) (increase(kvlane_view_rebuilds_total[$rate]))"}),
             Panel("Blocks in the index", "short", "By worker.",
                   {"{{worker}}": "max by (worker) (kvlane_indexer_worker_blocks)"}),
             Panel("Age of snapshots", "s", "Of the newest of a partition; without one, none.",
-                  {"{{instance}}": "kvlane_indexer_snapshot_age_seconds"}),
+                  {PROCESS: "kvlane_indexer_snapshot_age_seconds"}),
         ],
     ),
 }  # fmt: skip
@@ -184,6 +251,7 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
 def dashboard(name: str) -> dict[str, Any]:
     """The JSON object of a dashboard."""
     title, panels = DASHBOARDS[name]
+    queries = [selected(query) for panel in panels for query in panel.queries.values()]
     return {
         "uid": f"kvlane-{name}",
         "title": title,
@@ -192,10 +260,26 @@ def dashboard(name: str) -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "templating": {
-            "list": [{"name": "source", "label": "Prometheus", "type": "datasource",
-                      "query": "prometheus"}]
+            "list": [
+                {"name": "source", "label": "Prometheus", "type": "datasource",
+                 "query": "prometheus"},
+                *(
+                    _variable(label, metric)
+                    for label, (metric, _) in VARIABLES.items()
+                    if any(f'"${label}"' in query for query in queries)
+                ),
+            ]
         },
         "panels": [_panel(number, panel) for number, panel in enumerate(panels)],
+    }  # fmt: skip
+
+
+def _variable(label: str, metric: str) -> dict[str, Any]:
+    return {
+        "name": label, "type": "query", "datasource": SOURCE, "refresh": 2, "sort": 1,
+        "query": f"label_values({metric}, {label})",
+        "multi": True, "includeAll": True, "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
     }  # fmt: skip
 
 
@@ -215,7 +299,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + index),
                 "datasource": SOURCE,
-                "expr": query.replace("$rate", "$__rate_interval"),
+                "expr": selected(query).replace("$rate", "$__rate_interval"),
                 "legendFormat": legend,
             }
             for index, (legend, query) in enumerate(panel.queries.items())

@@ -161,6 +161,12 @@ def test_dashboards_are_those_of_the_table() -> None:
         assert path.read_text() == generator.content(path.stem), path.name
 
 
+def test_every_query_of_a_dashboard_is_limited_to_a_namespace() -> None:
+    panels = [panel for path in DASHBOARDS for panel in json.loads(path.read_text())["panels"]]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert [query for query in queries if 'namespace=~"$namespace"' not in query] == []
+
+
 def test_every_query_reads_exported_metrics(exported: Exported) -> None:
     wrong = {}
     for path in DASHBOARDS:
