@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlane.app.routing.policy_names import adds_load
+from kvlane.app.routing.policy_names import adds_load, has_forecast
 from kvlane.app.routing.selection import cost_kernels
 from kvlane.app.routing.selection.candidate_table import (
     NO_ROW,
@@ -32,7 +32,7 @@ from kvlane.app.routing.selection.candidates import (
     invalid_weight,
     latency_targets,
 )
-from kvlane.app.routing.selection.choice import apply_affinity, choose
+from kvlane.app.routing.selection.choice import Costs, apply_affinity, choose
 from kvlane.app.routing.selection.cost_kernels import Floats
 from kvlane.app.routing.selection.decision import (
     Decision,
@@ -52,6 +52,7 @@ from kvlane.app.routing.selection.policies.registry import POLICIES, RECORDED
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.routing_config import RoutingConfig, recorded_config
 from kvlane.app.routing.state.fleet import WorkerRank
+from kvlane.app.routing.state.performance import EngineProfile, recorded_profile
 from kvlane.streams.records import Assigned, EngineConfig, Phase
 from kvlane.streams.request import Request, RouterConfigOverride
 
@@ -121,11 +122,7 @@ def select_worker(
     assert chosen is not None, "a policy considers some option"
     if session_rank is not None and session_rank in options.worker_ranks:
         own = options.worker_ranks.index(session_rank)
-        # 0 stays 0 for policies whose tolerance is infinite: 0 * inf is no number.
-        slack = config.session_affinity_tolerance and (
-            config.session_affinity_tolerance
-            * policy.session_tolerance(features, config, rows[own].profile)
-        )
+        slack = _session_slack(features, config, rows[own].profile)
         params["session_allowance"] = slack
         chosen = apply_affinity(own, chosen, scores.costs, slack)
     else:
@@ -161,6 +158,17 @@ def select_worker(
         session_rank=session_rank,
         overlap_blocks=overlap_blocks,
         phase=phase,
+    )
+
+
+def _session_slack(
+    features: RequestFeatures, config: RoutingConfig, profile: EngineProfile
+) -> float:
+    """By how much the cost of a session's own place, with this profile, may exceed the least. A
+    tolerance of 0 is 0 for policies whose own is infinite, too: 0 * inf is no number."""
+    tolerance = config.session_affinity_tolerance
+    return tolerance and (
+        tolerance * POLICIES[config.policy].session_tolerance(features, config, profile)
     )
 
 
@@ -237,6 +245,36 @@ def recompute_choice(decision: Assigned, session: str = "") -> WorkerRank | None
         if bound in places:
             chosen = apply_affinity(places.index(bound), chosen, costs, slack)
     return places[chosen]
+
+
+class OtherChoice(NamedTuple):
+    """The choice by other settings: its position among the recorded candidates, and their costs."""
+
+    position: int
+    costs: Costs
+
+
+def choose_otherwise(decision: Assigned, config: RoutingConfig) -> OtherChoice | None:
+    """The choice by other settings among the candidates of a recorded decision; None where it does
+    not record the inputs of their policy. Not for policies that use sessions or turns."""
+    rows, policy = decision.candidate_rows, POLICIES[config.policy]
+    if rows is None or not rows.places or (has_forecast(config.policy) and not rows.is_timed):
+        return None
+    candidates = decision.candidates
+    options = candidates_from_record(candidates)
+    features = policy.features(recorded_features(decision), options, config)
+    scores = policy.score(features, options, config)
+    params = policy.params(features, config, scores)
+    chosen = _best(scores, options, decision.seed, params)
+    if chosen is None:
+        return None
+    if (use := decision.session) is not None:
+        bound = WorkerRank(use.bound_worker, use.bound_epoch, use.bound_rank)
+        if bound in options.worker_ranks:
+            own = options.worker_ranks.index(bound)
+            slack = _session_slack(features, config, recorded_profile(candidates[own]))
+            chosen = apply_affinity(own, chosen, scores.costs, slack)
+    return OtherChoice(chosen, scores.costs)
 
 
 def reconstruct(decision: Assigned, session: str = "") -> Reconstructed | None:

@@ -10,8 +10,12 @@ from kvlane.app.routing.selection.decision import Placement, Rejection
 from kvlane.app.routing.selection.decision_record import MAX_RECORDED_CANDIDATES
 from kvlane.app.routing.selection.policies.registry import POLICIES
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
-from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
-from kvlane.app.routing.selection.select import recompute_choice
+from kvlane.app.routing.selection.routing_config import (
+    DynamoWeights,
+    PredictiveWeights,
+    RoutingConfig,
+)
+from kvlane.app.routing.selection.select import choose_otherwise, recompute_choice
 from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.indexer.events import Tier
@@ -345,3 +349,64 @@ def test_policy_without_a_setting_refuses_it_by_name(
     assert f"{name}: policy {policy}" in refused.message
     assert isinstance(routing.plan("dynamo", request=request), Placement)
     assert isinstance(routing.plan(policy, request=request, phase="decode"), Placement)
+
+
+# Other settings from the same inputs
+
+
+@given(
+    st.sampled_from([
+        ("predictive", "predictive"), ("predictive", "dynamo"), ("predictive", "least_loaded"),
+        ("dynamo", "dynamo"), ("dynamo", "least_loaded"), ("random", "dynamo"),
+    ]),
+    st.lists(
+        st.tuples(st.integers(0, 400), st.integers(0, 400), st.integers(0, 10), st.booleans()),
+        min_size=1, max_size=MAX_RECORDED_CANDIDATES // 2,
+    ),
+    st.integers(0, 2**32 - 1),
+    st.tuples(
+        st.floats(0, 2), st.floats(0, 64), st.sampled_from([0, 0.7]), st.sampled_from([0, 5])
+    ),
+    st.floats(0, 1),
+    st.sampled_from([0.0, 0.2, 1.0]),
+    st.booleans(),
+)  # fmt: skip
+def test_choice_by_other_settings_is_that_of_a_router_that_has_them(
+    policies: tuple[str, str],
+    workers: list[tuple[int, int, int, bool]],
+    seed: int,
+    weights: tuple[float, float, float, float],
+    decode_weight: float,
+    tolerance: float,
+    has_session: bool,
+) -> None:
+    routing = RoutingHarness()
+    for n, (tokens, prefill, blocks, two) in enumerate(workers):
+        routing.worker(f"w{n}", ranks=2 if two else 1)
+        routing.add_load(f"w{n}", tokens, prefill)
+        if blocks:
+            routing.add_blocks(f"w{n}", blocks)
+    known = {"session_rank": WorkerRank("w0", 0) if has_session else None}
+    use = SessionUse(id="s", bound_worker="w0") if has_session else None
+    credit, scale, decay, temperature = weights
+    other = RoutingConfig(
+        policies[1], DynamoWeights(credit, scale, overlap_decay=decay, temperature=temperature),
+        PredictiveWeights(decode_weight, max_hold_ms=0.0), tolerance,
+    )  # fmt: skip
+    live = RoutingConfig(policies[0], predictive_weights=PredictiveWeights(max_hold_ms=0.0))
+    taken = routing.chosen(live, seed=seed, **known)
+    choice = choose_otherwise(record := to_assigned(taken, session=use), other)
+    assert choice is not None
+    wanted = routing.chosen(other, seed=seed, **known)
+    chosen = record.candidates[choice.position]
+    assert (chosen.worker, chosen.epoch, chosen.rank) == wanted.worker_rank
+    own = {(c.worker, c.epoch, c.rank): c.cost for c in to_assigned(wanted).candidates}
+    for candidate, cost in zip(record.candidates, choice.costs.tolist(), strict=True):
+        assert cost == own[candidate.worker, candidate.epoch, candidate.rank]
+
+
+def test_decision_by_load_alone_has_no_inputs_of_policy_predictive(routing: RoutingHarness) -> None:
+    routing.worker("w1")
+    record = to_assigned(routing.chosen("least_loaded"))
+    assert choose_otherwise(record, RoutingConfig("predictive")) is None
+    assert choose_otherwise(record, RoutingConfig("dynamo")) is not None
