@@ -1,9 +1,11 @@
 """The commands `kvlane routing`: how routers route, and an order about it, by a record on
-`registry`."""
+`registry`; and `kvlane shadow`, which compares other settings before."""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +16,15 @@ from rich.console import Group
 from rich.text import Text
 
 from kvlane.app.commands import console as screen
-from kvlane.app.commands.fleet.fleet_commands import RowsOption
-from kvlane.app.commands.worker_commands import POLL_S, append_order, connected_fleet, end_order
+from kvlane.app.commands import kafka_client
+from kvlane.app.commands.fleet.fleet_commands import WINDOW, RowsOption, SinceOption
+from kvlane.app.commands.worker_commands import (
+    POLL_S,
+    append_order,
+    connected_fleet,
+    end_order,
+    followed_fleet,
+)
 from kvlane.app.operator_error import OperatorError
 
 if TYPE_CHECKING:
@@ -24,9 +33,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvlane.app.audit.fleet_rows import RoutingRow
+    from kvlane.app.audit.recompute import ShadowRow
     from kvlane.app.routing.state.fleet import Fleet, PlacedOrder
     from kvlane.streams.clock import Clock
-    from kvlane.streams.ports import Log
+    from kvlane.streams.ports import Log, Partition
+    from kvlane.streams.records import LogRecord
 
 KEY = "routing"
 SETTLE_S = 5.0
@@ -38,6 +49,12 @@ _WORDS = {
     "unusable": "own settings, since it cannot use the order",
     "unreported": "unknown: it has not reported, and earlier versions keep their own settings",
 }  # fmt: skip
+_OF_CHOICE = (
+    "policy", "objective", "session_affinity_tolerance", "overlap_score_credit",
+    "prefill_load_scale", "host_cache_weight", "disk_cache_weight", "active_request_weight",
+    "overlap_decay", "router_temperature",
+)  # fmt: skip
+"""Settings on which the choice among recorded candidates depends."""
 
 app = typer.Typer(help="Show how the routers route; change it while they run.")
 
@@ -80,6 +97,31 @@ def set_settings(
     - `kvlane routing set queue_order=edf 'queue_classes={"reports": {"weight": 0.2}}'`
     """
     _show(json, *asyncio.run(_set(parse_settings(settings))))
+
+
+def shadow(
+    settings: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help="The settings.")],
+    *,
+    since: SinceOption = WINDOW,
+    json: RowsOption = None,
+) -> None:
+    """Show where requests would have gone by other settings of routing; nothing is changed.
+
+    For each decision since `--since`, and on a terminal for those that follow, until `q`: the
+    choice of a policy among the candidates that the decision records, at most 16. All else is as in
+    the routers now. `kvlane routing set` with the same words makes the settings hold.
+
+    `regret`: how much more than its own choice the taken worker costs by these settings; `extra`:
+    how much more than the taken worker their choice costs by the policy of the router; means. A
+    router records the inputs of policy predictive with that policy alone (`unknown`).
+
+    Examples:
+
+    - `kvlane shadow policy=dynamo session_affinity_tolerance=0.2`
+
+    - `kvlane shadow objective=throughput --since -1h --json -`
+    """
+    asyncio.run(_shadow(settings, since, json))
 
 
 @app.command()
@@ -159,6 +201,68 @@ async def _rows(log: Log, clock: Clock, fleet: Fleet) -> list[RoutingRow]:
     reports = await read_reports(log, clock)
     is_live = reports.now_ms > clock.wall_ms() - MAX_SILENCE_MS
     return routing_rows(fleet.routing, reports.routing if is_live else {})
+
+
+async def _shadow(texts: list[str], since: str, json: Path | None) -> None:
+    from kvlane.app.audit.fleet_reader import reading_fleet
+    from kvlane.app.audit.recompute import SHADOWED, Shadow
+    from kvlane.app.commands.fleet.live_screen import show_live
+    from kvlane.app.lanes.context import routing_config
+    from kvlane.app.settings import Settings, settings_with_order
+    from kvlane.streams.clock import SystemClock
+    from kvlane.streams.topics import LEDGER
+
+    given, own, clock = parse_settings(texts), Settings(), SystemClock()
+    if unused := [name for name in given if name not in _OF_CHOICE]:
+        raise BadRouting(
+            f"{unused[0]!r} changes no choice of a worker",
+            correction=f"Give some of {', '.join(_OF_CHOICE)}; `kvlane simulate` tries others.",
+        )
+    async with kafka_client.connect_kafka(own, "kvlane-shadow") as log:
+        async with followed_fleet(log, clock) as fleet:
+            rows = await _rows(log, clock, fleet)
+        held = next((row.settings for row in rows if row.settings is not None), {})
+        other = settings_with_order(own, {**held, **given})
+        if other.policy not in SHADOWED:
+            raise BadRouting(
+                f"policy {other.policy} decides by chance, turns or ids, so its costs say nothing",
+                correction=f"Give policy={' or '.join(SHADOWED)}; `kvlane simulate` tries others.",
+            )
+        found = Shadow(routing_config(other))
+
+        def take(source: Partition, log_records: Sequence[LogRecord]) -> None:
+            for log_record in log_records if source.topic == LEDGER else ():
+                found.add(log_record)
+
+        with ExitStack() as bar:
+            progress = bar.enter_context(screen.reading_progress("reading"))
+            async with reading_fleet(log, clock, since, progress, take) as reader:
+                bar.close()
+
+                async def frame() -> RenderableType:
+                    reader.check()
+                    return _shadow_view(found.rows, other.policy, texts)
+
+                if json is None or str(json) != "-":
+                    await show_live(screen.make_console(), frame)
+                screen.write_json(json, {"settings": given, "rows": found.rows})
+
+
+def _shadow_view(rows: list[ShadowRow], policy: str, texts: list[str]) -> RenderableType:
+    from kvlane.app.routing.selection.policies.registry import POLICIES
+
+    columns = ("decisions", "elsewhere", "share", "regret", "extra", "unknown")
+    table = screen.plain_table("model", "policy", *columns, right=" ".join(columns))
+    for row in rows:
+        extra = "-" if row.extra_cost is None else f"{row.extra_cost:.4g}"
+        table.add_row(
+            screen.escape_text(row.model), row.policy, str(row.decisions), str(row.others),
+            f"{row.others / max(row.decisions, 1):.1%}",
+            f"{row.regret:.4g} {POLICIES[policy].unit}",
+            f"{extra} {POLICIES[row.policy].unit}", str(row.unknown),
+        )  # fmt: skip
+    words = f"to make them hold: kvlane routing set {shlex.join(texts)}"
+    return Group(table, Text(f"\n{words}", "dim"))
 
 
 def _show(json: Path | None, placed: PlacedOrder | None, rows: list[RoutingRow]) -> None:

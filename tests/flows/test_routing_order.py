@@ -1,4 +1,4 @@
-"""Tests of orders about routing: in routers that run or start, and by commands."""
+"""Tests of orders about routing: in routers that run or start, and by commands; and of a shadow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import decode, encode, pack_tokens
 from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.ports import Entry
+from kvlane.streams.record_base import Account
 from kvlane.streams.records import (
     Assigned,
     Assignment,
@@ -29,6 +30,7 @@ from kvlane.streams.topics import CAPACITY, LEDGER, REGISTRY, REQUESTS
 from tests.harness.fake_worker import FakeWorker, append_record, start_router, wait_for_items
 from tests.harness.memory_commands import connect_commands
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.routing_harness import RoutingHarness, to_assigned
 
 KEY = "routing"
 UNKNOWN_TYPE = (("t", b"RoutingOrderOfLater"),)
@@ -188,3 +190,58 @@ def test_commands_show_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     assert "no order" in output
     assert decode([*broker.records(REGISTRY, 0)][-1]) == Tombstone(key=KEY)
+
+
+# --- a shadow ------------------------------------------------------------------------------------
+
+
+def decided(policy: str, loads: dict[str, int], number: int) -> Assigned:
+    """A decision among workers with these open tokens."""
+    routing = RoutingHarness()
+    for name, tokens in loads.items():
+        routing.worker(name)
+        routing.add_load(name, tokens)
+    taken = routing.chosen(policy, seed=number)
+    account = Account(model="demo")
+    return to_assigned(taken, id=f"job-{number}", account=account)
+
+
+def test_shadow_shows_where_requests_had_gone_otherwise_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broker = connect_commands(MemoryBroker(SystemClock()), monkeypatch)
+    loads = {"w1": 640, "w2": 160}
+    taken = [decided("random", loads, number) for number in range(8)]
+    taken += [decided("least_loaded", loads, 8), decided("dynamo", loads, 9)]
+    for record in taken:
+        broker.append(LEDGER, 0, [encode(record, record.id)])
+    before = {topic: len(broker.records(topic, 0)) for topic in (REGISTRY, CAPACITY, LEDGER)}
+
+    def run(*words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["shadow", *words])
+        return result.exit_code, result.output
+
+    code, output = run("policy=least_loaded", "--json", "-")
+    assert code == 0
+    rows = {row["policy"]: row for row in json.loads(output)["rows"]}
+    worse = sum(record.worker == "w1" for record in taken[:8])
+    assert 0 < worse < 8
+    assert (rows["random"]["decisions"], rows["random"]["others"]) == (8, worse)
+    assert rows["random"]["regret"] == pytest.approx(480 * worse / 8)
+    assert rows["random"]["extra_cost"] is None
+    for policy in ("least_loaded", "dynamo"):
+        assert rows[policy]["model"] == "demo"
+        assert (rows[policy]["decisions"], rows[policy]["others"]) == (1, 0)
+        assert (rows[policy]["regret"], rows[policy]["extra_cost"]) == (0.0, 0.0)
+    code, output = run("policy=predictive", "objective=throughput", "--json", "-")
+    assert {row["unknown"] for row in json.loads(output)["rows"]} == {8, 1}
+    code, output = run("policy=least_loaded")
+    assert "kvlane routing set policy=least_loaded" in output
+    for wrong, words in (
+        ("policy=random", "decides by chance"), ("queue_order=edf", "changes no choice"),
+        ("policy=best", "KVLANE_POLICY=best"),
+    ):  # fmt: skip
+        code, output = run(wrong)
+        assert code == 1
+        assert words in output
+    assert {topic: len(broker.records(topic, 0)) for topic in before} == before

@@ -94,11 +94,15 @@ async def test_policy_changed_under_load_holds_at_both_routers_and_fails_no_requ
     async with Client(log, clock) as client:
         loads = [asyncio.create_task(load(client)) for _ in range(CLIENTS)]
         await clock.sleep(WARM_UP_S)
+        shadow = json.loads(await kvlane("shadow", "policy=dynamo", "--json", "-"))
         changed = json.loads(await kvlane("routing", "set", "policy=random", "--json", "-"))
         first_new = len(ids) + CLIENTS
         await clock.sleep(WARM_UP_S)
         is_over.set()
         await asyncio.gather(*loads)
+    (row,) = shadow["rows"]
+    assert (row["model"], row["policy"], row["others"]) == ("demo", "least_loaded", 0)
+    assert row["decisions"] > 0
     offset = changed["order"]["offset"]
     shown = {row["router"]: row["settings"]["policy"] for row in changed["routers"]}
     assert shown == dict.fromkeys(ROUTERS, "random")
