@@ -200,6 +200,7 @@ class Failover:
             id=request_id, attempt=attempt, reason="renewed",
             origin=RequestOffset(topic=REQUESTS, partition=self._lane, offset=appended.offset),
             responses_from=fenced.offset, deadline_ms=deadline_ms,
+            base_tokens=len(shown_piece.token_ids),
         )  # fmt: skip
         moved = await s.publisher.publish(LEDGER, request_id, fencing, self._lane)
         await s.wait_for_ledger(Partition(LEDGER, self._lane), moved.offset + 1)

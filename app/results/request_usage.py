@@ -4,8 +4,9 @@ Why the ledger: each request ends in it exactly once, by the rule of routers (`L
 was killed, retried or refused, with a result or without; workers report there what their engines
 have counted, and it is kept for 24 h, so that a collector may be down for so long. The counts of a
 complete answer are those that its client got (`Finished.usage`). An answer that a router ended has
-the tokens that its worker reports with the end of the run; without such a report, as after a crash,
-the tokens that readers have, which `usage_writer.py` counts.
+the tokens that its worker reports with the end of the run. Without such a report, as after a crash,
+or if readers had the end before, or a router that died left no record of its decision, an answer
+has the tokens that readers have, which `usage_writer.py` counts.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _SWEEP_RECORDS = 10_000
 
 
 class RunUsage(msgspec.Struct):
-    """One run: `base_tokens` of the answer are of runs before it."""
+    """One run: `base_tokens` of the answer are of runs before it; None: unknown."""
 
-    base_tokens: int = 0
+    base_tokens: int | None = None
     prompt_tokens: int = 0
     has_begun: bool = False
     has_computed: bool = False
@@ -62,12 +63,13 @@ class LedgerEnd(NamedTuple):
     code: str
 
 
-class CountedRun(NamedTuple):
-    """A run whose shown tokens are to be counted in `responses`, from an offset on."""
+class AnswerStart(NamedTuple):
+    """A place in `responses` from which the shown tokens of an answer can be counted: the attempt
+    there, and the tokens before."""
 
-    attempt: int
-    base_tokens: int
-    responses_from: int
+    attempt: int = 0
+    base_tokens: int = 0
+    responses_from: int = 0
 
 
 class ShownAnswer(NamedTuple):
@@ -85,7 +87,8 @@ class BilledRequest(msgspec.Struct):
     since_ms: int
     account: Account = Account()
     attempt: int = 0
-    responses_from: int = 0
+    answer_start: AnswerStart = AnswerStart()
+    """The begin of the answer, or its last renewal."""
     runs: dict[RunId, RunUsage] = msgspec.field(default_factory=dict)
     final: RunUsage | None = None
     """The run that ended the request; None if a router did."""
@@ -97,18 +100,21 @@ class BilledRequest(msgspec.Struct):
             return
         self.attempt = max(self.attempt, record.attempt)
         if isinstance(record, Fencing):
-            self.responses_from = record.responses_from or self.responses_from
+            if record.responses_from:
+                self.answer_start = AnswerStart(
+                    record.attempt, record.base_tokens, record.responses_from
+                )
             return
         run_id = RunId(record.attempt, record.phase, record.worker, record.epoch)
-        run = self.runs.setdefault(run_id, RunUsage())
+        run = self.runs.setdefault(run_id, RunUsage(None if record.attempt else 0))
+        if isinstance(record, Assigned | Started) and not self.answer_start.responses_from:
+            self.answer_start = AnswerStart(responses_from=record.responses_from)
         if isinstance(record, Assigned):
             self.account = record.account or self.account
             run.base_tokens, run.prompt_tokens = record.base_tokens, record.prompt_tokens
-            self.responses_from = self.responses_from or record.responses_from
         elif isinstance(record, Started):
             run.has_begun = True
             run.prompt_tokens = run.prompt_tokens or record.prompt_tokens
-            self.responses_from = self.responses_from or record.responses_from
         elif isinstance(record, PrefillDone):
             run.has_begun = run.has_computed = True
             run.cached_tokens, run.prefill_ms = record.cached_tokens, record.prefill_ms
@@ -138,27 +144,36 @@ class BilledRequest(msgspec.Struct):
             return False
         return not last[1].code and last[0].attempt == self.attempt
 
-    def to_count(self) -> CountedRun | None:
-        """The run whose tokens nobody has reported: that of an answer that a router ended."""
+    @property
+    def counted_run(self) -> RunUsage | None:
+        """The run with the end of the answer, or its last part; None without a part."""
         last = self.last_run
-        if self.final is not None or last is None or last[1].code == "cancelled":
-            return None
-        return CountedRun(last[0].attempt, last[1].base_tokens, self.responses_from)
+        return self.final or (None if last is None else last[1])
+
+    @property
+    def needs_count(self) -> bool:
+        """Whether only `responses` has the number of tokens of the answer."""
+        assert self.end is not None, "the request has not ended"
+        run = self.counted_run
+        if run is None:
+            return False
+        has_report = self.final is not None or run.code == "cancelled"
+        is_known = has_report and (run.usage is not None or run.base_tokens is not None)
+        return not is_known or self.end.code == "seen"
 
     def usage(self, shown: ShownAnswer | None = None) -> RequestUsage:
-        """The usage, after the end. `shown`: by the run in `to_count`; None if its records are no
-        longer kept."""
+        """The usage, after the end. `shown`: counted from `answer_start` on if the usage needs the
+        count; None if these records are no longer kept."""
         assert self.end is not None, "the request has not ended"
         unknown: tuple[str, ...] = ()
-        last = self.last_run
-        run = self.final or (None if last is None else last[1])
+        run = self.counted_run
         counts = None if run is None else run.usage
         if run is None:
-            output = max((each.base_tokens for each in self.runs.values()), default=0)
-        elif self.to_count() is None:
-            output = run.base_tokens + run.output_tokens
+            output = max((each.base_tokens or 0 for each in self.runs.values()), default=0)
+        elif not self.needs_count:
+            output = (run.base_tokens or 0) + run.output_tokens
         else:
-            output, counts = run.base_tokens if shown is None else shown.tokens, None
+            output, counts = (run.base_tokens or 0) if shown is None else shown.tokens, None
             unknown = ("output_tokens",) if shown is None else ()
         computed = [(k, each) for k, each in self.runs.items() if each.has_computed]
         prompt = max((each.prompt_tokens for _, each in computed), default=0)
@@ -195,7 +210,9 @@ def _reasoning_tokens(usage: Usage) -> int:
 def _recomputed_tokens(computed: Sequence[tuple[RunId, RunUsage]]) -> int:
     """Tokens of the prompt, and of the answer so far, that runs after the first have computed."""
     again = [run for run_id, run in computed[1:] if run_id.phase != "decode"]
-    return sum(max(0, run.prompt_tokens + run.base_tokens - run.cached_tokens) for run in again)
+    return sum(
+        max(0, run.prompt_tokens + (run.base_tokens or 0) - run.cached_tokens) for run in again
+    )
 
 
 class LaneUsage:

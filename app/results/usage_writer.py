@@ -158,18 +158,18 @@ class UsageWriter:
     async def _shown_answers(self, batch: Sequence[BilledRequest]) -> Mapping[str, ShownAnswer]:
         """What readers have of the answers of which no worker has reported any number; those whose
         records are no longer kept are left out."""
-        runs = {h.id: run for h in batch if (run := h.to_count()) is not None}
-        if not runs:
+        starts = {each.id: each.answer_start for each in batch if each.needs_count}
+        if not starts:
             return {}
         source, context = Partition(RESPONSES, self.lane), self._context
         end = await end_offset_of(context.log, context.ctx.clock, source)
         oldest = (await context.log.start_offsets(RESPONSES, [self.lane]))[self.lane]
         counted = {}
-        for request_id, run in runs.items():
-            if run.responses_from >= oldest:
+        for request_id, begin in starts.items():
+            if begin.responses_from >= oldest:
                 answer = counted[request_id.encode()] = Transcript(request_id, keep=False)
-                answer.attempt, answer.shown_tokens = run.attempt, run.base_tokens
-        firsts = [runs[answer.request_id].responses_from for answer in counted.values()]
+                answer.attempt, answer.shown_tokens = begin.attempt, begin.base_tokens
+        firsts = [starts[answer.request_id].responses_from for answer in counted.values()]
         start = min(firsts, default=end)
         pieces = read_range(
             context.log, context.ctx.clock, {source: start}, {source: end}, keys=counted.keys()

@@ -218,7 +218,8 @@ class Finished(RunRecord, frozen=True):
 @final
 class Fencing(InternalRecord, frozen=True):
     """The owner intends to start `attempt`; acknowledged before the Fence is sent. `origin`: with
-    reason renewed, the new place of the request, with the answer before `attempt`."""
+    reason renewed, the new place of the request, with the answer before `attempt`, of `base_tokens`
+    tokens."""
 
     id: str
     attempt: int
@@ -226,6 +227,7 @@ class Fencing(InternalRecord, frozen=True):
     origin: RequestOffset | None = None
     responses_from: int = 0
     deadline_ms: int = 0
+    base_tokens: int = 0
 
 
 @final

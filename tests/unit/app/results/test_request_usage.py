@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlane.app.results.request_usage import REPORT_WAIT_MS, LaneUsage, ShownAnswer
+from kvlane.app.results.request_usage import REPORT_WAIT_MS, AnswerStart, LaneUsage, ShownAnswer
 from kvlane.app.routing.state.request_state import LedgerRecord
 from kvlane.streams.records import (
     Account,
@@ -112,6 +112,34 @@ def test_answer_whose_end_its_readers_have_seen_has_that_end() -> None:
     )  # fmt: skip
     [usage] = ledger.usage(shown=ShownAnswer(6, "stop"))
     assert (usage.code, usage.output_tokens) == ("stop", 6)
+
+
+def test_answer_is_counted_from_its_begin_where_a_decision_has_no_record() -> None:
+    """The router died before its `Assigned` was appended; the worker had its assignment."""
+    ledger = Ledger()
+    ledger.append(*begun()[:2], Fencing(id="a", attempt=1, reason="lost"))
+    ledger.append(Started(**run("w2", 1), **BEGUN, run=2), Ended(id="a", code="lost"))
+    (history,) = ledger.lane.ready(100 * ledger.count + REPORT_WAIT_MS)
+    assert (history.needs_count, history.answer_start) == (True, AnswerStart(0, 0, 40))
+    assert history.usage(ShownAnswer(12, "")).output_tokens == 12
+
+
+def test_cancelled_run_without_a_decision_is_counted_too() -> None:
+    ledger = Ledger()
+    ledger.append(*begun()[:2], Fencing(id="a", attempt=1, reason="lost"))
+    ledger.append(Started(**run("w2", 1), **BEGUN, run=2), Ended(id="a", code="cancelled"))
+    ledger.append(Finished(**run("w2", 1), code="cancelled", output_tokens=3))
+    (history,) = ledger.lane.ready(100 * ledger.count)
+    assert history.needs_count
+
+
+def test_renewed_answer_is_counted_from_its_renewal() -> None:
+    ledger = Ledger()
+    ledger.append(*begun(), Fencing(
+        id="a", attempt=1, reason="renewed", responses_from=70, base_tokens=9,
+    ), Ended(id="a", code="deadline"))  # fmt: skip
+    (history,) = ledger.lane.ready(100 * ledger.count + REPORT_WAIT_MS)
+    assert (history.needs_count, history.answer_start) == (True, AnswerStart(1, 9, 70))
 
 
 def test_answer_without_kept_records_has_an_unknown_output() -> None:
