@@ -9,7 +9,7 @@ HTTP    the same stream as on Kafka, once, however often and at which position t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 from kvlane.app.engine.echo import echo_answer
@@ -72,9 +72,17 @@ def shown_streams(
     world: SimulatedWorld, asides: dict[str, list[PassthroughDelta]] | None = None
 ) -> dict[str, Transcript]:
     """By request, its stream as readers have seen it. `asides` gets the parts of `Chunk.data`."""
+    return _streams(world, lambda lane: world.all_records(RESPONSES, lane), asides)
+
+
+def _streams(
+    world: SimulatedWorld,
+    records: Callable[[int], Iterable[MemoryRecord]],
+    asides: dict[str, list[PassthroughDelta]] | None = None,
+) -> dict[str, Transcript]:
     shown: dict[str, Transcript] = defaultdict(Transcript)
     for lane in range(world.parameters.lanes):
-        for raw in world.all_records(RESPONSES, lane):
+        for raw in records(lane):
             if isinstance(record := decode_or_none(raw), Chunk | Fence | End):
                 piece = shown[record.id].apply(record)
                 if asides is not None and isinstance(piece, Chunk) and piece.data:
@@ -280,19 +288,26 @@ class _Causes:
         return Partition(RESPONSES, lane) in cut or Partition(REQUESTS, lane) in cut
 
     def may_wait(self, answer: ReceivedAnswer) -> bool:
-        """Whether a reader may wait for an answer whose request has ended: it has got no position,
-        and all records of the answer were deleted. For the reader it is as a request that is still
-        queued: the wait lasts as long as requests may, and an error would end queued ones."""
-        return not answer.marks and answer.id in self._deleted
+        """Whether a reader may wait for an answer whose request has ended: the records with its end
+        were deleted, and the reader has no text but of later ones, as of a run that was not ended
+        yet. For the reader it is as a request that is still queued or computed: the wait lasts as
+        long as requests may, and an error would end such requests."""
+        kept = self._kept.get(answer.id)
+        if kept is None:
+            return not answer.marks and answer.id in self._deleted
+        return not kept.is_over and answer.id in self._deleted and kept.text.startswith(answer.text)
+
+    @cached_property
+    def _kept(self) -> dict[str, Transcript]:
+        """By request, the stream of the records that were not deleted."""
+        return _streams(self._world, lambda lane: self._world.broker.records(RESPONSES, lane))
 
     @cached_property
     def _deleted(self) -> set[str]:
-        """The requests of whose answers all records were deleted."""
-        world = self._world
-        lanes = [Partition(RESPONSES, lane) for lane in range(world.parameters.lanes)]
-        kept = {raw.key for lane in lanes for raw in world.broker.records(*lane)}
-        gone = {raw.key for lane in lanes for raw in world.truncated.get(lane, ())}
-        return {key.decode() for key in gone - kept if key is not None}
+        """The requests of whose answers records were deleted."""
+        lanes = (Partition(RESPONSES, lane) for lane in range(self._world.parameters.lanes))
+        gone = {raw.key for lane in lanes for raw in self._world.truncated.get(lane, ())}
+        return {key.decode() for key in gone if key is not None}
 
     def justify(self, question: ExpectedRequest, code: str) -> bool:
         """Whether this end of it has a cause."""
