@@ -34,6 +34,7 @@ SILENCE_MS = 5_000
 """Age of a report at which its router owns no lane any more, for lack of newer ones."""
 _READ_MS = 25_000
 """Time before the newest report of which reports are read: each router's last one with waits."""
+_REPORTED_WITHIN_MS = 1000 * REPORTED_AFTER_S + SILENCE_MS
 _CAPACITY = Partition(CAPACITY, 0)
 
 
@@ -52,7 +53,7 @@ class RouterReports(NamedTuple):
 
     `positions`: by lane its owner, and the offset up to which that has read `requests`. `left_out`:
     requests that wait and are not in `waits`, since too many do. `routing`: of each router that is
-    not silent; None: it has reported none, as earlier versions.
+    not silent; None: it has reported none for longer than routers do, as earlier versions.
     """
 
     now_ms: int
@@ -69,12 +70,13 @@ class ReportFold:
     """The newest reports of each router, of the records of `capacity` in their order."""
 
     def __init__(self) -> None:
-        self._newest_ms = 0
+        self._first_ms = self._newest_ms = 0
         self._states: dict[str, tuple[int, RouterCapacity]] = {}
         self._waits: dict[str, tuple[int, RouterCapacity]] = {}
 
     def add(self, log_record: LogRecord) -> None:
         report, at_ms = log_record.record, log_record.timestamp_ms
+        self._first_ms = self._first_ms or at_ms
         self._newest_ms = max(self._newest_ms, at_ms)
         if isinstance(report, RouterCapacity):
             self._states[report.router] = at_ms, report
@@ -110,7 +112,11 @@ class ReportFold:
                 for request_id, since_ms, reason in report.waits.requests
             ),
             sum(r.waits.left_out for _, r in recent.values() if r.waits is not None),
-            {n: recent[n][1].routing if n in recent else None for n in sorted(live)},
+            {
+                n: recent[n][1].routing if n in recent else None
+                for n in sorted(live)
+                if n in recent or self._newest_ms - self._first_ms > _REPORTED_WITHIN_MS
+            },
         )
 
 

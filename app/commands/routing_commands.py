@@ -268,7 +268,13 @@ def _shadow_view(rows: list[ShadowRow], policy: str, texts: list[str]) -> Render
 def _show(json: Path | None, placed: PlacedOrder | None, rows: list[RoutingRow]) -> None:
     if json is None or str(json) != "-":
         screen.make_console().print(_view(placed, rows))
-    screen.write_json(json, {"order": placed, "routers": rows})
+    order: dict[str, Any] | None = None
+    if placed is not None:
+        order = {
+            "offset": placed.offset, "at_ms": placed.at_ms, "settings": placed.order.settings,
+            "format": placed.order.format,
+        }  # fmt: skip
+    screen.write_json(json, {"order": order, "routers": rows})
 
 
 def _view(placed: PlacedOrder | None, rows: list[RoutingRow]) -> RenderableType:

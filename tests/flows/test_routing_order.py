@@ -180,7 +180,7 @@ def test_commands_show_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["order"]["offset"] == 1
     routers = [(row["router"], row["routing_of"], row["settings"]) for row in found["routers"]]
     own = {"policy": "predictive"}
-    used = own | found["order"]["order"]["settings"]
+    used = own | found["order"]["settings"]
     assert routers == [("r1", "order", used), ("r2", "order", used), ("r3", "unusable", own)]
     code, output = run()
     assert "r1, r2: by the order" in output

@@ -168,6 +168,12 @@ def plant_routing(*, is_read: bool, problem: str = "") -> Callable[[Planted], No
     return plant_fault
 
 
+def plant_earlier_version(at: Planted) -> None:
+    """A router that has reported for longer than routers need to report how they route."""
+    at.fleet.append(REGISTRY, ORDER, -60_000)
+    at.fleet.append(CAPACITY, RouterCapacity(router="r1", positions={0: 0}), 20_000)
+
+
 def plant_other_router(at: Planted) -> None:
     for name, policy in (("r1", "predictive"), ("r2", "random")):
         report = RouterCapacity(
@@ -267,7 +273,7 @@ FAULTS: list[tuple[str, str, Callable[[Planted], object]]] = [
      lambda at: at.fleet.view.apply(Partition(REQUESTS, 1), (), 0)),
     ("routing-order-unused", "r1", plant_routing(is_read=True, problem="it has format 2")),
     ("routing-order-unused", "r1", plant_routing(is_read=False)),
-    ("routing-order-unused", "r1", lambda at: at.fleet.append(REGISTRY, ORDER, -60_000)),
+    ("routing-order-unused", "r1", plant_earlier_version),
     ("routing-differs", "r2", plant_other_router),
     ("records-unread", "requests", lambda at: at.rows.append(TopicRow(REQUESTS, 1.0, 9, 3))),
     ("records-unread", "results", lambda at: plant(backlog=UnreadRecords(at.rows, 2, 0))(at)),
@@ -302,6 +308,7 @@ def test_planted_fault_is_found_by_name(
 
 def test_order_that_a_router_uses_or_may_not_have_read_yet_is_no_finding() -> None:
     at = Planted()
+    at.fleet.append(CAPACITY, RouterCapacity(router="r2", positions={}))
     plant_routing(is_read=True)(at)
     assert found(at.facts()) == []
     at.fleet.append(REGISTRY, ORDER, -1000)
