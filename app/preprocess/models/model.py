@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
@@ -46,6 +49,14 @@ class LoadedModel:
         self._template = template
         self._parsers = parsers_of(card, None if template is None else template.source)
         self._pool = pool
+
+    def under(self, name: str) -> LoadedModel:
+        """The same files under the name of another model."""
+        if name == self.card.name:
+            return self
+        model = copy(self)
+        model.card = replace(self.card, name=name)
+        return model
 
     async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:
         scope = Scope(tenant, request.cache_salt)
@@ -195,7 +206,7 @@ class ModelLoader:
                 await asyncio.shield(load)
         model = load.result()
         if not isinstance(model, LoadFailed):
-            return model
+            return model.under(card.name)
         if isinstance(model.__cause__, StreamError):
             raise model.__cause__
         raise BadModel(f"{card.name}: {model}")
@@ -227,5 +238,5 @@ class ModelLoader:
 
 
 def _key(card: ModelCard) -> str:
-    """Equal checksums mean equal models under any names."""
+    """Models with equal files share them: a checksum leaves the name out."""
     return card.checksum or card.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,16 +14,19 @@ import pytest
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.model import (
     LoadedModel,
+    ModelLoader,
     PreparedPrompts,
     load_model,
     publish_files,
 )
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, checksum_of, read_folder
 from kvlane.app.preprocess.prompt_errors import ArtifactUnavailable, BadModel, InvalidPrompt
+from kvlane.app.preprocess.request_reader import prepare
 from kvlane.app.preprocess.requests.openai_requests import TokenizedKind, read_openai
 from kvlane.app.preprocess.text.chat_template import ChatTemplate
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams import records as r
 from kvlane.streams import request as q
 from kvlane.streams.clock import SystemClock
@@ -115,6 +119,22 @@ async def test_template_that_is_no_text_cannot_be_loaded(world: MemoryWorld) -> 
     broken = msgspec.structs.replace(card, template=await artifacts.publish(b"\xff"))
     with pytest.raises(BadModel, match="UTF-8"):
         await load_model(broken, artifacts, POOL, world.clock)
+
+
+@scenario_test
+async def test_models_with_equal_files_keep_their_names(world: MemoryWorld) -> None:
+    artifacts = await in_log(world)
+    ctx = ProcessContext("loader", world.clock, random.Random(1))
+    loader = ModelLoader(artifacts, POOL, ctx)
+    files = read_folder(DEMO_MODEL_FOLDER)
+    cards = [await publish_files(name, files, artifacts) for name in ("demo", "demo-fp8")]
+    loader.sync(cards)
+    models = [await loader.model(card) for card in cards]
+    asked = read_openai("chat", CHAT | {"model": "chat"})
+    requests = [(await prepare(asked, model)).requests[0] for model in models]
+    assert [request.model for request in requests] == ["demo", "demo-fp8"]
+    assert models[0].tokenizer is models[1].tokenizer
+    await ctx.cancel_tasks()
 
 
 @scenario_test
