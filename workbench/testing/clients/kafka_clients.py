@@ -19,7 +19,7 @@ from kvlane.app.engine.echo import echo_answer
 from kvlane.app.text.byte_level import ASSISTANT, encode_bytes
 from kvlane.streams.codecs import encode as entry_of
 from kvlane.streams.codecs import pack_tokens
-from kvlane.streams.errors import AppendFailed
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Entry
 from kvlane.streams.prompt import Prompt, encode_prompt
@@ -60,6 +60,8 @@ PEAK_OVERLAP = 0.8
 """Part of the longest time limit after which a peak sends its requests again."""
 REPEATED_WITHIN = 0.3
 """Part of `dedup_window_s` within which a client repeats a request."""
+RETRIED_S = 5.0
+"""Time after which a client looks again whether its first record is in the log."""
 UNSERVED_MODEL = "nobody's"
 """A model that no worker serves."""
 
@@ -296,10 +298,37 @@ class KafkaClients:
         last: dict[str, asyncio.Task[None]] = {}
         for publication in self._publications:
             await clock.sleep(max(0.0, publication.at_s - clock.now()))
-            publishing = _publish_after(last.get(publication.id), publisher, publication)
+            publishing = self._publish_after(last.get(publication.id), publisher, publication)
             last[publication.id] = asyncio.create_task(publishing)
         await asyncio.gather(*last.values())
         await log.close()
+
+    async def _publish_after(
+        self,
+        before: asyncio.Task[None] | None,
+        publisher: RecordPublisher,
+        publication: Publication,
+    ) -> None:
+        """Publish after the record before it: a Cancel ahead of its request cancels nothing."""
+        if before is not None:
+            await before
+        until = publication.at_s + REPEATED_WITHIN * self._world.settings.dedup_window_s
+        while True:
+            try:
+                await publisher.publish_entry(publication.topic, publication.entry, until=until)
+            except (AppendFailed, BrokerUnavailable):
+                if self._is_appended(publication):
+                    return  # a repetition might come when its id is forgotten
+                until = self._world.loop.time() + RETRIED_S
+            else:
+                return
+
+    def _is_appended(self, publication: Publication) -> bool:
+        """Whether some copy of a record is in the log: the acknowledgement was lost."""
+        topic = publication.topic
+        lanes = range(self._world.broker.partitions[topic])
+        kept = (raw for lane in lanes for raw in self._world.all_records(topic, lane))
+        return any(raw.value == publication.entry.value for raw in kept)
 
 
 def _nonsense(rng: random.Random, request: Request) -> Request:
@@ -337,17 +366,3 @@ def _prompt(
         return entry
     reply = (("reply_to", question.reply_topic.encode()), ("correlation_id", request.id.encode()))
     return entry._replace(headers=(*entry.headers, *reply))
-
-
-async def _publish_after(
-    before: asyncio.Task[None] | None, publisher: RecordPublisher, publication: Publication
-) -> None:
-    """Publish after the record before it: a Cancel ahead of its request cancels nothing."""
-    if before is not None:
-        await before
-    while True:
-        try:
-            await publisher.publish_entry(publication.topic, publication.entry)
-        except AppendFailed:
-            continue
-        return
