@@ -240,8 +240,8 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
                   {"{{view}}": "sum by (view) (increase(kvlane_view_rebuilds_total[$rate]))"}),
             Panel("Blocks in the index", "short", "By worker.",
                   {"{{worker}}": "max by (worker) (kvlane_indexer_worker_blocks)"}),
-            Panel("Age of snapshots", "s", "Of the newest of a partition; without one, none.",
-                  {PROCESS: "kvlane_indexer_snapshot_age_seconds"}),
+            Panel("Age of snapshots", "s", "Of the oldest of those in use; without one, none.",
+                  {PROCESS: "max by (pod, instance) (kvlane_indexer_snapshot_age_seconds)"}),
         ],
     ),
 }  # fmt: skip

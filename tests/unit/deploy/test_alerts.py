@@ -160,10 +160,8 @@ CASES: dict[str, tuple[Series, Series, int]] = {
         930,
     ),
     "KvlaneFirstTokensLate": (
-        within_limit("kvlane_router_request_time_to_first_token_seconds", "10.0",
-                     labelled(model="demo"), share=0.8),
-        within_limit("kvlane_router_request_time_to_first_token_seconds", "10.0",
-                     labelled(model="demo"), share=0.95),
+        within_limit("kvlane_gateway_time_to_first_token_seconds", "10.0", labelled(), share=0.8),
+        within_limit("kvlane_gateway_time_to_first_token_seconds", "10.0", labelled(), share=0.95),
         1230,
     ),
     "KvlaneHandOversUnused": (
