@@ -3,6 +3,7 @@
     HTTP ──► read_request ──► Request, Cancel → requests
     responses ──► ReplyReader ──► CompletionResponse ──► HTTP
     registry ──► ServedModels: models with workers
+    usage ──► TenantUsage: what tenants have used of their budgets
     HTTP ◄──► file-parts: content of files   batch-jobs ──► BatchView: their cards
 
 It holds no durable state: a broken client resumes at any gateway.
@@ -118,6 +119,7 @@ class Gateway:
         self._access.start()
         self._ctx.start_broker_probe(self._log, self._settings.request_timeout_ms / 1000)
         await self._streams.start()
+        await self._access.read_usage()
         self._ctx.spawn("registry", self._registry.run())
         self._ctx.spawn("batch jobs", self._batches.follower.run())
         await self._registry.wait_caught_up()

@@ -130,7 +130,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         USAGE, "request id", PER_LANE, 62 * DAY_MS, "JSON",
         ("RequestUsage",),
-        ("collector",), ("collector", "operator"),
+        ("collector",), ("collector", "gateway", "operator"),
     ),
     Topic(
         ENDED_IDS, "lane", 1, 10 * 24 * HOUR_MS, "msgpack",

@@ -1,6 +1,6 @@
 """The file of API keys: salted hashes of the keys, and the limits of their tenants, as JSON.
 
-    {"tenants": {"acme": {"requests_per_minute": 600}},
+    {"defaults": {"tokens_per_day": 1000000}, "tenants": {"acme": {"requests_per_minute": 600}},
      "keys": [{"id": "5f3e7c96a0b1", "salt": "…", "hash": "…", "tenant": "acme", "role": "user"}]}
 
 A key is `kvl_ID_SECRET`: the id finds the entry, the secret is 32 random bytes. The file holds
@@ -50,20 +50,27 @@ class KeyFileError(OperatorError):
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Limits of a tenant (None: no limit), and how its requests are queued and cached.
 
-    `requests`, `tokens`: in flight, tokens of prompts and of the longest answers. `file_bytes`: of
-    all its files, `batches`: not ended; both for the deployment. `queue_class`: one of
-    KVLANE_QUEUE_CLASSES; empty: the one with the tenant's name, if any. `share_cache`: its prompts
-    share cached blocks with all requests without a tenant's salt.
+    `requests`, `tokens`: in flight, tokens of prompts and of the longest answers. `tokens_per_day`,
+    `tokens_per_month`: budgets, by the calendar in UTC. `file_bytes`: of all its files, `batches`:
+    not ended; both for the deployment. `queue_class`: one of KVLANE_QUEUE_CLASSES; empty: the one
+    with the tenant's name, if any. `share_cache`: its prompts share cached blocks with all requests
+    without a tenant's salt.
     """
 
     requests: KeyLimit | None = None
     tokens: KeyLimit | None = None
     requests_per_minute: KeyLimit | None = None
     tokens_per_minute: KeyLimit | None = None
+    tokens_per_day: KeyLimit | None = None
+    tokens_per_month: KeyLimit | None = None
     file_bytes: KeyLimit | None = None
     batches: KeyLimit | None = None
     queue_class: str = ""
     share_cache: bool = False
+
+
+LIMITS = Tenant.__struct_fields__[:-2]
+"""The limits among the fields of a tenant."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -87,13 +94,27 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return "valid"
 
 
-class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`defaults`: the limits of all tenants, each where the tenant has none of its own."""
+
     tenants: dict[KeyName, Tenant] = {}
     keys: list[ApiKey] = []
+    defaults: Tenant = Tenant()
+
+    @property
+    def tenant_names(self) -> list[str]:
+        return sorted({key.tenant for key in self.keys} | set(self.tenants))
+
+    def terms(self, name: str) -> Tenant:
+        """The terms of a tenant, with the default limits."""
+        own = self.tenants.get(name, Tenant())
+        missing = [limit for limit in LIMITS if getattr(own, limit) is None]
+        limits = {limit: getattr(self.defaults, limit) for limit in missing}
+        return msgspec.structs.replace(own, **limits)
 
     def with_key(self, key: ApiKey) -> KeyFile:
         tenants = {key.tenant: Tenant()} | self.tenants
-        return KeyFile(tenants, [*self.keys, key])
+        return msgspec.structs.replace(self, tenants=tenants, keys=[*self.keys, key])
 
     def without(self, key_id: str) -> KeyFile:
         """The file with a key revoked. Raises KeyFileError for an unknown id."""
@@ -103,11 +124,16 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.replace(key, disabled=True) if key.id == key_id else key
             for key in self.keys
         ]
-        return KeyFile(self.tenants, revoked)
+        return msgspec.structs.replace(self, keys=revoked)
 
     def with_tenant(self, name: str, changes: Mapping[str, object]) -> KeyFile:
         tenant = msgspec.structs.replace(self.tenants.get(name, Tenant()), **changes)
-        return KeyFile(self.tenants | {name: tenant}, self.keys)
+        return msgspec.structs.replace(self, tenants=self.tenants | {name: tenant})
+
+    def with_defaults(self, changes: Mapping[str, object]) -> KeyFile:
+        return msgspec.structs.replace(
+            self, defaults=msgspec.structs.replace(self.defaults, **changes)
+        )
 
 
 class CreatedKey(NamedTuple):
@@ -120,7 +146,7 @@ class CreatedKey(NamedTuple):
 class KeyRing:
     def __init__(self, file: KeyFile) -> None:
         self._keys = {key.id: key for key in file.keys}
-        self.tenants: Mapping[str, Tenant] = file.tenants
+        self.tenants = {name: file.terms(name) for name in file.tenant_names}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -158,6 +184,8 @@ def parse_key_file(content: bytes) -> KeyFile:
         raise KeyFileError("two of its keys have the same id")
     if odd := next((key.id for key in file.keys if len(key.salt) % 2), None):
         raise KeyFileError(f"the salt of the key {odd} is not in hexadecimal bytes")
+    if file.defaults.queue_class or file.defaults.share_cache:
+        raise KeyFileError("`defaults` may have limits only, no queue_class and no share_cache")
     return file
 
 

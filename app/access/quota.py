@@ -1,16 +1,24 @@
-"""Limits of one tenant, requests and tokens in flight and per minute, and their use at one gateway.
+"""Limits of one tenant, requests and tokens in flight and per minute, its budgets of tokens a day
+and a month, and their use at one gateway.
 
 Pure: the clock is passed in, in seconds. A gateway counts up to its share of each limit; where
 gateways divide limits (`app/http/server/limit_sharing.py`) it holds nothing at first, else all. A
 whole share of a limit per minute comes back in a minute. Tokens in flight are those of prompts and
 of the longest answers; per minute, prompts count when they begin and answers when they end, so more
 than the share may be used.
+
+A request counts towards a budget with its prompt and its longest answer, once it has ended with the
+answer that it had, and from its record of usage on by what was billed for (`budgets.py`): so what
+gateways know counts while collectors are away. A request that may need more than is left of a
+budget runs alone: so a budget is exceeded by at most one request over all gateways. Not counted
+before it is billed is what one gateway alone knew, and was killed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -18,6 +26,12 @@ from kvlane.app.access.key_file import Tenant
 
 MINUTE_S = 60.0
 QUOTA_RETRY_S = 1.0
+UNBILLED_S = 60.0
+"""Time for the usage of a request whose client has left, or that was not published. Until then it
+counts as its longest answer, and from then on once its usage is written."""
+MAX_RESERVATIONS = 10_000
+"""Requests of a tenant that are known by id; tokens of further ones count as one sum, which the
+usage of others lowers."""
 _ROUNDING = 1e-6
 
 LimitKind = Literal["requests", "tokens"]
@@ -37,11 +51,13 @@ class TenantLimit(IntEnum):
     TOKENS = 2
     REQUEST_RATE = 3
     TOKEN_RATE = 4
+    DAY_TOKENS = 5
+    MONTH_TOKENS = 6
 
 
 LIMIT_NAMES = (
-    "requests", "readers", "tokens", "requests_per_minute", "tokens_per_minute", "file_bytes",
-    "batches",
+    "requests", "readers", "tokens", "requests_per_minute", "tokens_per_minute", "tokens_per_day",
+    "tokens_per_month", "file_bytes", "batches",
 )  # fmt: skip
 """By `TenantLimit`, as operators set them; the last two hold over all gateways."""
 
@@ -52,20 +68,47 @@ _RATES: dict[TenantLimit, LimitKind] = {
 }
 
 
+BUDGETS = {TenantLimit.DAY_TOKENS: "day", TenantLimit.MONTH_TOKENS: "month"}
+
+
+class BudgetUse(NamedTuple):
+    """Tokens of a tenant that were billed in a period, which ends at `until_ms`, in `left_s`."""
+
+    tokens: int
+    until_ms: int
+    left_s: float
+
+
+_NO_USE = BudgetUse(0, 0, 0.0)
+
+
 class QuotaRefusal(NamedTuple):
     """A limit that is reached. Without `retry_after_s` the request can never be within it.
-    `lacks_share`: other gateways may hold what is missing."""
+    `lacks_share`: other gateways may hold what is missing. `is_used_up`: a budget."""
 
     limit: TenantLimit
     message: str
     retry_after_s: float | None
     lacks_share: bool = False
+    is_used_up: bool = False
 
 
 class CountedAnswer(Protocol):
     @property
     def counted_tokens(self) -> int:
         """Number of tokens so far."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is complete, with all its tokens."""
+
+
+class RequestTokens(NamedTuple):
+    """A request with one answer: tokens of its prompt, and with its longest answer."""
+
+    id: str
+    prompt_tokens: int
+    most_tokens: int
 
 
 class TenantQuota:
@@ -81,6 +124,17 @@ class TenantQuota:
         """Shares of other gateways."""
         self.is_active = False
         """Whether anything was counted since this was last set to False."""
+        self.billed = dict.fromkeys(TenantLimit, 0)
+        """Tokens that have left the share for the use of a budget since the last claim."""
+        self._budget_use: Mapping[TenantLimit, BudgetUse] = {}
+        self._reserved: dict[str, int] = {}
+        """Tokens by the id of the request, until its usage is read."""
+        self._ended: dict[str, None] = {}
+        """Those with the tokens that they had."""
+        self._left_s: dict[str, float] = {}
+        """Those of which no end is known, and since when."""
+        self._ended_tokens = self._unknown_tokens = 0
+        """Of requests that have ended; of those among them without an id."""
         self.logged_s = -math.inf
         self._at_s = now_s
         self.set_limits(limits, now_s)
@@ -100,11 +154,27 @@ class TenantQuota:
             TenantLimit.REQUEST_RATE: limits.requests_per_minute,
             TenantLimit.TOKEN_RATE: limits.tokens_per_minute,
         }
+        self._budgets = {
+            TenantLimit.DAY_TOKENS: limits.tokens_per_day,
+            TenantLimit.MONTH_TOKENS: limits.tokens_per_month,
+        }
+        self.set_budget_use(self._budget_use)
         for limit, most in self.most.items():
             if not self.is_shared:
                 self.held[limit] = most or 0
             if most is None and limit in _RATES:
                 self.used[limit] = 0.0
+
+    @property
+    def has_budget(self) -> bool:
+        return any(budget is not None for budget in self._budgets.values())
+
+    def set_budget_use(self, used: Mapping[TenantLimit, BudgetUse]) -> None:
+        """Set what was billed of the budgets; the rest is what gateways divide."""
+        self._budget_use = used
+        for limit, budget in self._budgets.items():
+            tokens = used.get(limit, _NO_USE).tokens
+            self.most[limit] = None if budget is None else max(0, budget - tokens)
 
     def limited(self) -> Iterator[tuple[TenantLimit, int]]:
         return ((limit, most) for limit, most in self.most.items() if most is not None)
@@ -121,6 +191,8 @@ class TenantQuota:
         for limit in _RATES:
             back = passed_s * self.held[limit] / MINUTE_S
             self.used[limit] = max(0.0, self.used[limit] - back)
+        while self._left_s and now_s >= (first := next(iter(self._left_s.items())))[1] + UNBILLED_S:
+            self._drop(first[0])
 
     def hold(self, limit: TenantLimit, share: int, now_s: float) -> None:
         self.settle(now_s)
@@ -132,6 +204,8 @@ class TenantQuota:
         most = self.most[limit]
         if most is None or not more:
             return None
+        if limit in BUDGETS:
+            return self._budget_refusal(limit, more, most)
         used, rate = self.used[limit], _RATES.get(limit)
         # A prompt above the tokens of a minute has to wait for all of them.
         need = used + (min(more, most) if rate is not None and most else more)
@@ -158,6 +232,79 @@ class TenantQuota:
         message = f"the tenant may have {most} {what} at a time: {here}"
         return QuotaRefusal(limit, message, again_s, lacks_share)
 
+    def _budget_refusal(self, limit: TenantLimit, more: int, most: int) -> QuotaRefusal | None:
+        left, period = most - self._ended_tokens, BUDGETS[limit]
+        use = self._budget_use.get(limit, _NO_USE)
+        if left <= 0:
+            begin = datetime.fromtimestamp(use.until_ms / 1000, UTC).isoformat(" ", "minutes")[:16]
+            message = (
+                f"the tenant has used its {self._budgets[limit]} tokens a {period} "
+                f"(tokens_per_{period}): they begin anew at {begin} UTC"
+            )
+            return QuotaRefusal(limit, message, use.left_s, is_used_up=True)
+        need = self.used[limit] + min(more, left)
+        if need <= min(self.held[limit], most) + _ROUNDING:
+            return None
+        message = (
+            f"prompts and longest answers have {more} tokens, and requests under way may use those "
+            f"that are left of the tenant's {self._budgets[limit]} a {period}, {left} at most"
+        )
+        lacks_share = need + self.waiting[limit] <= most + _ROUNDING
+        return QuotaRefusal(limit, message, QUOTA_RETRY_S, lacks_share)
+
+    def used_up(self) -> QuotaRefusal | None:
+        """The refusal of a budget of which nothing is left, if there is one."""
+        refusals = (self.refusal(limit, 1) for limit in BUDGETS)
+        return next((each for each in refusals if each is not None and each.is_used_up), None)
+
+    def reserve(self, requests: Sequence[RequestTokens]) -> None:
+        """Requests that `used` has been counted for, until `end_request` and `bill`."""
+        self._reserved |= {request.id: request.most_tokens for request in requests}
+
+    def end_request(self, request: RequestTokens, answer: CountedAnswer, now_s: float) -> None:
+        """A request has ended, or has no reader any more."""
+        reserved = self._reserved.get(request.id)
+        if reserved is None:
+            return
+        if not answer.has_ended:
+            self._left_s[request.id] = now_s
+            return
+        tokens = request.prompt_tokens + answer.counted_tokens
+        self._use_budgets(tokens - reserved)
+        self._ended_tokens += tokens
+        self._reserved[request.id] = tokens
+        self._ended[request.id] = None
+        if len(self._ended) > MAX_RESERVATIONS:
+            first = next(iter(self._ended))
+            del self._ended[first]
+            self._unknown_tokens += self._reserved.pop(first)
+
+    def bill(self, request_id: str, tokens: int, limits: Sequence[TenantLimit]) -> None:
+        """The usage of a request of any gateway was read. `limits`: the budgets that it counts
+        towards."""
+        if request_id in self._reserved:
+            self._drop(request_id)
+        else:
+            tokens = min(tokens, self._unknown_tokens)
+            self._unknown_tokens -= tokens
+            self._ended_tokens -= tokens
+            self._use_budgets(-tokens)
+        for limit in limits:
+            self.held[limit] = max(0, self.held[limit] - tokens)
+            self.billed[limit] += tokens
+
+    def _drop(self, request_id: str) -> None:
+        tokens = self._reserved.pop(request_id)
+        self._use_budgets(-tokens)
+        self._left_s.pop(request_id, None)
+        if request_id in self._ended:
+            del self._ended[request_id]
+            self._ended_tokens -= tokens
+
+    def _use_budgets(self, tokens: int) -> None:
+        for limit in BUDGETS:
+            self.used[limit] += tokens
+
     def headers(self, now_s: float) -> Iterable[tuple[str, str]]:
         self.settle(now_s)
         for limit, kind in _RATES.items():
@@ -177,8 +324,10 @@ class QuotaLease:
     def __init__(self, quota: TenantQuota) -> None:
         self.quota = quota
         self._used = dict.fromkeys(TenantLimit, 0)
-        self.answers: Iterable[CountedAnswer] = ()
+        self.answers: Sequence[CountedAnswer] = ()
         """Their tokens are counted at the end."""
+        self.requests: Sequence[RequestTokens] = ()
+        """Those of `answers` that count towards a budget."""
 
     def add(self, amounts: Mapping[TenantLimit, int], now_s: float) -> QuotaRefusal | None:
         """Count all amounts, or none if a limit is reached."""
@@ -191,8 +340,9 @@ class QuotaLease:
                 return refusal
         for limit, more in amounts.items():
             if limit not in _RATES:
-                self._used[limit] += more
                 quota.used[limit] += more
+                if limit not in BUDGETS:
+                    self._used[limit] += more
             elif quota.most[limit] is not None:
                 quota.used[limit] += more
         return None
@@ -205,4 +355,6 @@ class QuotaLease:
         if quota.most[TenantLimit.TOKEN_RATE] is not None:
             quota.settle(now_s)
             quota.used[TenantLimit.TOKEN_RATE] += sum(each.counted_tokens for each in self.answers)
-        self.answers = ()
+        for request, answer in zip(self.requests, self.answers, strict=False):
+            quota.end_request(request, answer, now_s)
+        self.answers = self.requests = ()

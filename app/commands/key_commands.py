@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from kvlane.app.access import key_file
-from kvlane.app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
+from kvlane.app.access.key_file import KeyFile, KeyFileError, KeyRole
 from kvlane.app.commands.console import plain_table
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
@@ -19,15 +19,6 @@ _File = Annotated[
     Path | None, typer.Option("--file", help="The key file; default: KVLANE_API_KEYS_FILE.")
 ]
 _NO_LIMIT = -1
-_HEADINGS = {
-    "requests": "requests",
-    "requests_per_minute": "a min.",
-    "tokens": "tokens",
-    "tokens_per_minute": "a min.",
-    "file_bytes": "file bytes",
-    "batches": "batches",
-}
-"""The limits of a tenant, each with its heading in the list."""
 
 
 def _limit(meaning: str | None = None) -> Any:
@@ -67,13 +58,13 @@ def list_keys(*, file: _File = None) -> None:
     for key in content.keys:
         expires = "" if key.expires is None else key.expires.isoformat(" ", "minutes")
         keys.add_row(key.id, key.tenant, key.role, key.status(now_s), expires, key.note)
-    tenants = plain_table("tenant", *_HEADINGS.values(), "class", "cache")
-    for name in sorted({key.tenant for key in content.keys} | set(content.tenants)):
-        terms = content.tenants.get(name, Tenant())
-        limits = [getattr(terms, limit) for limit in _HEADINGS]
-        cells = ["any" if limit is None else str(limit) for limit in limits]
-        cells += [terms.queue_class or "by name", "shared" if terms.share_cache else "own"]
-        tenants.add_row(name, *cells)
+    tenants = plain_table("tenant", "class", "cache", "limits")
+    rows = [(name, content.terms(name)) for name in content.tenant_names]
+    for name, terms in [*rows, ("(defaults)", content.defaults)]:
+        limits = ((limit, getattr(terms, limit)) for limit in key_file.LIMITS)
+        text = ", ".join(f"{limit} {most}" for limit, most in limits if most is not None)
+        cache = "shared" if terms.share_cache else "own"
+        tenants.add_row(name, terms.queue_class or "by name", cache, text or "none")
     console = Console(highlight=False, markup=False)
     console.print(keys)
     console.print()
@@ -98,12 +89,17 @@ def revoke(
 
 @app.command()
 def limit(
-    tenant: Annotated[str, typer.Argument(help="The tenant.")],
+    tenant: Annotated[str, typer.Argument(help="The tenant; none with --defaults.")] = "",
     *,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Set the limits of tenants without their own.")
+    ] = False,
     requests: Annotated[int | None, _limit("Requests in flight; -1: no limit.")] = None,
     tokens: Annotated[int | None, _limit("Tokens in flight: prompts and longest answers.")] = None,
     requests_per_minute: Annotated[int | None, _limit()] = None,
     tokens_per_minute: Annotated[int | None, _limit()] = None,
+    tokens_per_day: Annotated[int | None, _limit("Budget of a day, in UTC.")] = None,
+    tokens_per_month: Annotated[int | None, _limit("Budget of a calendar month.")] = None,
     file_bytes: Annotated[int | None, _limit("Bytes of all files together.")] = None,
     batches: Annotated[int | None, _limit("Batches that have not ended.")] = None,
     queue_class: Annotated[
@@ -115,20 +111,29 @@ def limit(
     file: _File = None,
 ) -> None:
     """Set limits of a tenant, over all gateways. Omitted limits stay unchanged."""
+    if defaults == bool(tenant) or (defaults and (queue_class or share_cache)):
+        raise KeyFileError("give a tenant, or --defaults with limits only")
     path = _path_to_write(file)
     given: dict[str, object] = {
         "requests": requests, "tokens": tokens, "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute, "file_bytes": file_bytes, "batches": batches,
+        "tokens_per_minute": tokens_per_minute, "tokens_per_day": tokens_per_day,
+        "tokens_per_month": tokens_per_month, "file_bytes": file_bytes, "batches": batches,
         "queue_class": queue_class, "share_cache": share_cache,
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
-    changes |= {name: None for name in _HEADINGS if given[name] == _NO_LIMIT}
+    changes |= {name: None for name in key_file.LIMITS if given[name] == _NO_LIMIT}
     with key_file.lock_key_file(path):
         content = key_file.read_key_file(path)
-        if tenant not in content.tenants and all(key.tenant != tenant for key in content.keys):
+        if defaults:
+            changed = content.with_defaults(changes)
+        elif tenant in content.tenant_names:
+            changed = content.with_tenant(tenant, changes)
+        else:
             raise KeyFileError(f"{path}: tenant {tenant!r} has no key")
-        key_file.write_key_file(path, content.with_tenant(tenant, changes))
-    typer.echo(f"the limits of {tenant} are changed")
+        key_file.write_key_file(path, changed)
+    typer.echo(
+        "the default limits are changed" if defaults else f"the limits of {tenant} are changed"
+    )
 
 
 def _path_to_write(file: Path | None) -> Path:

@@ -166,10 +166,12 @@ class RouterCapacity(InternalRecord, frozen=True):
 
 class LimitClaims(InternalRecord, frozen=True):
     """A gateway's shares of the limits of some tenants, held and wanted: requests, readers, tokens,
-    requests a minute, tokens a minute. `number` rises with each record; a lower one has no
-    effect."""
+    requests a minute, tokens a minute, a day, a month. `number` rises with each record; a lower one
+    has no effect. `usage_offsets`: by lane, the offset after the last record of `usage` that the
+    gateway had read; () if it reads none."""
 
     gateway: str
     number: int
     held: dict[str, tuple[int, ...]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
+    usage_offsets: tuple[int, ...] = ()

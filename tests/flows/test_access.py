@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from kvlane.app.access import key_file
 from kvlane.app.access.key_file import KeyFile, KeyFileError
 from kvlane.app.access.quota import LIMIT_NAMES
 from kvlane.app.gateway import Gateway
@@ -23,9 +24,9 @@ from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings, SettingsError
 from kvlane.streams.codecs import decode, unpack_tokens
 from kvlane.streams.record_base import ModelKind
-from kvlane.streams.records import ModelCard
+from kvlane.streams.records import ModelCard, RequestUsage
 from kvlane.streams.request import Request
-from kvlane.streams.topics import REGISTRY, REQUESTS
+from kvlane.streams.topics import REGISTRY, REQUESTS, USAGE
 from tests.flows.test_gateway_models import publish_model
 from tests.harness.cluster_harness import BLOCK, ClusterHarness, session_hint
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness, memory_settings
@@ -643,6 +644,75 @@ async def test_detached_request_counts_towards_the_rate_without_its_client(
     await world.sleep(5)
     assert harness.gateway.parts.streams.open_streams == 0
     assert refusal(await harness.chat("hello", auth_headers(token)).wait_done())[0] == 429
+
+
+@scenario_test
+async def test_used_budget_refuses_every_kind_of_request_until_it_begins_anew(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    token, other = keys.add("acme"), keys.add("globex")
+    keys.limit("acme", tokens_per_day=10, tokens_per_month=10**6)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    first = await harness.chat("hello", auth_headers(token)).wait_done()
+    assert first.status == 200
+    used = sum(first.json["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
+    assert used >= 10
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: chat,
+        "/v1/messages": chat,
+        "/v1/completions": {"model": "demo", "prompt": "a", "max_tokens": 3},
+        "/v1/responses": {"model": "demo", "input": "a", "max_output_tokens": 3},
+        "/v1/batches": {},
+    }
+    left_s = 86_400 - world.clock.wall_ms() % 86_400_000 // 1000
+    for path, body in bodies.items():
+        refused = await harness.send("POST", path, body, auth_headers(token)).wait_done()
+        assert refused.status == 429, path
+        assert left_s - 60 <= int(refused.headers["retry-after"]) <= left_s
+        message = refused.json["error"]["message"]
+        assert "its 10 tokens a day (tokens_per_day): they begin anew at" in message
+        if path != "/v1/messages":
+            assert refused.error["code"] == "insufficient_quota"
+    assert (await harness.chat("hello", auth_headers(other)).wait_done()).status == 200
+    request_id = first.headers["x-kvlane-id"]
+    usage = RequestUsage(
+        id=request_id, code="stop", ended_ms=world.clock.wall_ms(), tenant="acme",
+        prompt_tokens=used,
+    )  # fmt: skip
+    world.append(USAGE, 0, usage, key=request_id)
+    await world.sleep(left_s - 60)
+    assert refusal(await harness.chat("a", auth_headers(token)).wait_done())[0] == 429
+    await world.sleep(61)
+    assert (await harness.chat("a", auth_headers(token), max_tokens=3).wait_done()).status == 200
+
+
+@scenario_test
+async def test_used_budget_refuses_embeddings(world: MemoryWorld, keys: KeyFileHarness) -> None:
+    token = keys.add("acme")
+    keys.change(key_file.read_key_file(keys.path).with_defaults({"tokens_per_month": 5}))
+    harness = await GatewayHarness.open(world, **keys.settings)
+    world.append(REGISTRY, 0, ModelCard(name="vectors", kind="embedding"), key="model/vectors")
+    await harness.register_and_wait("vectors", name="w1")
+    usage = RequestUsage(
+        id="r", code="stop", ended_ms=world.clock.wall_ms(), tenant="acme", prompt_tokens=5
+    )
+    world.append(USAGE, 0, usage, key="r")
+    await world.sleep(2)
+    body = {"model": "vectors", "input": "hello"}
+    refused = await harness.send("POST", "/v1/embeddings", body, auth_headers(token)).wait_done()
+    assert refusal(refused) == (429, "insufficient_quota")
+    assert "tokens_per_month" in refused.error["message"]
+
+
+@scenario_test
+async def test_monthly_budget_needs_the_usage_of_a_month(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    keys.add("acme")
+    keys.limit("acme", tokens_per_month=5)
+    with pytest.raises(KeyFileError, match="set KVLANE_USAGE_RETENTION_S to 2764800 at least"):
+        await GatewayHarness.open(world, **keys.settings, usage_retention_s=31 * 86_400)
 
 
 @scenario_test

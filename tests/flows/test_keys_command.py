@@ -59,18 +59,37 @@ def test_keys_are_listed_without_their_secrets_in_80_columns(path: Path) -> None
 
 
 @pytest.mark.usefixtures("path")
-def test_each_limit_stands_under_its_heading() -> None:
+def test_limits_of_each_tenant_are_listed_with_the_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     created("--tenant", "acme")
+    created("--tenant", "globex")
     values = {
-        "requests": 1, "requests-per-minute": 2, "tokens": 3, "tokens-per-minute": 4,
-        "file-bytes": 5, "batches": 6,
+        "requests": 1, "tokens": 2, "requests-per-minute": 3, "tokens-per-minute": 4,
+        "tokens-per-day": 5, "file-bytes": 7, "batches": 8,
     }  # fmt: skip
     options = [part for name, value in values.items() for part in (f"--{name}", str(value))]
     kvlane("limit", "acme", *options, "--queue-class", "night", "--share-cache")
-    heading, row = kvlane("list").stdout.splitlines()[-2:]
-    columns = "tenant requests a min. tokens a min. file bytes batches class cache"
-    assert " ".join(heading.split()) == columns
-    assert row.split() == ["acme", "1", "2", "3", "4", "5", "6", "night", "shared"]
+    kvlane("limit", "--defaults", "--tokens-per-month", "6", "--requests", "9")
+    rows = [" ".join(row.split()) for row in kvlane("list").stdout.splitlines()[-4:]]
+    limits = ", ".join(f"{name} {n}" for n, name in enumerate(key_file.LIMITS[:6], 1))
+    assert rows == [
+        "tenant class cache limits",
+        f"acme night shared {limits}, file_bytes 7, batches 8",
+        "globex by name own requests 9, tokens_per_month 6",
+        "(defaults) by name own requests 9, tokens_per_month 6",
+    ]
+
+
+def test_default_limits_are_limits_only(path: Path) -> None:
+    created("--tenant", "acme")
+    before = path.read_bytes()
+    for arguments in (["acme", "--defaults"], ["--defaults", "--share-cache"], ["--requests", "1"]):
+        refused = kvlane("limit", *arguments)
+        assert refused.exit_code == 1
+        assert "--defaults with limits only" in refused.output
+    assert path.read_bytes() == before
 
 
 def test_revoked_key_is_kept_as_revoked(path: Path) -> None:

@@ -156,11 +156,11 @@ class Completions:
         parts.streams.check_capacity(answers)
         detached = form.is_background or request.headers.get(DETACH_HEADER, "").lower() == "true"
         choices = self._choices(parsed, prepared, model)
-        await caller.count_answers(prepared.requests, parsed.n, choices, model.card.context_length)
         requests = self._one_request_each(
             self._with_results(kind, parsed, prepared, form.stored), parsed.n, caller, traceparent,
             first_id,
         )  # fmt: skip
+        await caller.count_answers(requests, parsed.n, choices, model.card.context_length)
         options = ResponseOptions(
             header=ResponseHeader(kind, requests[0].id, parsed.model, created_s(requests[0].id)),
             ids=[each.id for each in requests],

@@ -25,6 +25,7 @@ _OF_PROMPT = "prompt_tokens_details"
 _TEXT = "\x00"
 """Placeholder for the text of a sample chunk; it cannot occur after the text."""
 _REASONS = {"eos": "stop"}
+_COMPLETE = ("stop", "length", "content_filter", "tool_calls", "function_call")
 
 
 class ResponseHeader(NamedTuple):
@@ -105,6 +106,11 @@ class Choice:
         """Number of tokens so far that count towards limits, estimated where it is unknown."""
         known = self.known_tokens
         return -(-self.position // _CHARS_PER_TOKEN) if known is None else known
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is complete."""
+        return self.finish_reason in _COMPLETE
 
     def add(self, piece: Chunk | End) -> None:
         if not self._keep:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
 from msgspec.structs import replace
@@ -19,9 +19,19 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlane.app.access.key_file import ApiKey, KeyFileError, KeyRing, KeyRole, Tenant, read_key_file
-from kvlane.app.access.quota import LIMIT_NAMES, CountedAnswer, QuotaLease, TenantLimit, TenantQuota
+from kvlane.app.access.quota import (
+    BUDGETS,
+    LIMIT_NAMES,
+    CountedAnswer,
+    QuotaLease,
+    QuotaRefusal,
+    RequestTokens,
+    TenantLimit,
+    TenantQuota,
+)
 from kvlane.app.http.api_errors import ApiError
 from kvlane.app.http.server.limit_sharing import LimitSharing
+from kvlane.app.http.server.usage_follower import UsageFollower
 from kvlane.app.metrics.metric_set import Counter
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
@@ -34,6 +44,8 @@ log = logging.getLogger(__name__)
 
 KEY_FILE_POLL_S = 1.0
 REFUSAL_LOG_S = 60.0
+MONTH_S = 32 * 86_400
+"""The longest month, with a margin for clocks."""
 AUTHORIZATION = b"authorization"
 API_KEY = b"x-api-key"
 """The header of Anthropic's clients; Authorization counts more."""
@@ -50,7 +62,8 @@ class ApiKeyStore:
         assert settings.api_keys_file is not None
         self._path = settings.api_keys_file
         self._clock = clock
-        self._ring = KeyRing(read_key_file(self._path))
+        self._usage_retention_s = settings.usage_retention_s
+        self._ring = self._read()
         self._seen = self._signature()
         self._quotas: dict[str, TenantQuota] = {}
         self.is_shared = False
@@ -71,6 +84,16 @@ class ApiKeyStore:
         tenants = self._ring.tenants.values()
         return any(any(TenantQuota(each, 0.0).limited()) for each in tenants)
 
+    @property
+    def has_budgets(self) -> bool:
+        return any(TenantQuota(each, 0.0).has_budget for each in self._ring.tenants.values())
+
+    def is_tenant(self, name: str) -> bool:
+        return name in self._ring.tenants
+
+    def used_quota(self, name: str) -> TenantQuota | None:
+        return self._quotas.get(name)
+
     def quota(self, name: str) -> TenantQuota:
         """The quota of a tenant. Bound: the tenants of the file and those with requests."""
         quota = self._quotas.get(name)
@@ -89,12 +112,23 @@ class ApiKeyStore:
                 continue
             self._seen = signature
             try:
-                ring = KeyRing(read_key_file(self._path))
+                ring = self._read()
             except KeyFileError as e:
                 log.error("keeping the previous API keys: %s", e)  # noqa: TRY400 - no traceback
                 continue
             self._take(ring)
             log.info("%s has changed: %d API keys", self._path, len(ring))
+
+    def _read(self) -> KeyRing:
+        """Raises KeyFileError."""
+        ring = KeyRing(read_key_file(self._path))
+        has_months = any(each.tokens_per_month is not None for each in ring.tenants.values())
+        if has_months and self._usage_retention_s < MONTH_S:
+            raise KeyFileError(
+                f"{self._path}: tokens_per_month needs the usage of a month: set "
+                f"KVLANE_USAGE_RETENTION_S to {MONTH_S} at least"
+            )
+        return ring
 
     def _take(self, ring: KeyRing) -> None:
         self._ring = ring
@@ -135,7 +169,10 @@ class Caller:
     def is_counted(self) -> bool:
         """Whether its requests count towards limits until they end, without a client too."""
         terms = self.terms
-        limits = (terms.requests, terms.tokens, terms.tokens_per_minute)
+        limits = (
+            terms.requests, terms.tokens, terms.tokens_per_minute, terms.tokens_per_day,
+            terms.tokens_per_month,
+        )  # fmt: skip
         return self._lease is not None and any(limit is not None for limit in limits)
 
     def require_operator(self, what: str) -> None:
@@ -148,23 +185,39 @@ class Caller:
         await self._count({TenantLimit.REQUESTS: 1, TenantLimit.REQUEST_RATE: 1})
 
     async def count_answers(
-        self, requests: Sequence[prepared.Request], n: int, answers: Iterable[CountedAnswer],
+        self, requests: Sequence[prepared.Request], n: int, answers: Sequence[CountedAnswer],
         context: int | None = None,
     ) -> None:  # fmt: skip
-        """Count `n` answers to each of the prompts. Raises ApiError, 429. `context`: the longest
-        prompt and answer of the model; answers without a limit fill it."""
-        if self._lease is None:
+        """Count requests, each with its answer, of which `n` after each other have one prompt.
+        Raises ApiError, 429. `context`: the longest prompt and answer of the model; answers without
+        a limit fill it."""
+        lease = self._lease
+        if lease is None:
             return
-        more = len(requests) * n - 1
+        counted = [
+            RequestTokens(each.id, each.prompt_tokens, _most_tokens(each, context or 0))
+            for each in requests
+        ]
+        most_tokens = sum(each.most_tokens for each in counted)
         amounts = {
-            TenantLimit.REQUESTS: more,
-            TenantLimit.REQUEST_RATE: more,
-            TenantLimit.TOKENS: n
-            * sum(_most_tokens(request, context or 0) for request in requests),
-            TenantLimit.TOKEN_RATE: sum(request.prompt_tokens for request in requests),
+            TenantLimit.REQUESTS: len(counted) - 1,
+            TenantLimit.REQUEST_RATE: len(counted) - 1,
+            TenantLimit.TOKENS: most_tokens,
+            TenantLimit.TOKEN_RATE: sum(each.prompt_tokens for each in counted[::n]),
         }
-        await self._count(amounts)
-        self._lease.answers = answers
+        has_budget = lease.quota.has_budget and not requests[0].is_query
+        await self._count(amounts | dict.fromkeys(BUDGETS if has_budget else (), most_tokens))
+        lease.answers = answers
+        if has_budget:
+            lease.requests = counted
+            lease.quota.reserve(counted)
+
+    def require_budget(self) -> None:
+        """Raises ApiError, 429, if a budget is used up."""
+        if self._lease is not None and self._sharing is not None:
+            refusal = self._sharing.used_up(self.tenant, self._lease.quota)
+            if refusal is not None:
+                raise self._refused(refusal)
 
     async def count_reader(self) -> None:
         """Count a reader of a stream that exists. Raises ApiError, 429."""
@@ -179,10 +232,12 @@ class Caller:
         else:
             refusal = await self._sharing.add(self.tenant, lease, amounts)
         if refusal is not None:
-            raise self.refused(
-                LIMIT_NAMES[refusal.limit], refusal.message, "rate_limit_exceeded",
-                refusal.retry_after_s,
-            )  # fmt: skip
+            raise self._refused(refusal)
+
+    def _refused(self, refusal: QuotaRefusal) -> ApiError:
+        code = "insufficient_quota" if refusal.is_used_up else "rate_limit_exceeded"
+        name = LIMIT_NAMES[refusal.limit]
+        return self.refused(name, refusal.message, code, refusal.retry_after_s)
 
     def refused(
         self, limit: str, message: str, code: str, retry_after_s: float | None = None
@@ -261,18 +316,25 @@ class AccessControl:
         self._ctx = ctx
         self.store = ApiKeyStore(settings, ctx.clock) if settings.api_keys_file else None
         self.sharing: LimitSharing | None = None
+        self.usage: UsageFollower | None = None
         self._refusals: Counter | None = None
 
     def share_limits(self, kafka: Log, broker_clock: BrokerClock) -> None:
         """Divide the limits of tenants among gateways. To be called before `start`."""
         if self.store is not None:
             self.store.is_shared = True
-            self.sharing = LimitSharing(kafka, self._ctx, broker_clock)
+            self.usage = UsageFollower(kafka, self._ctx, self.store)
+            self.sharing = LimitSharing(kafka, self._ctx, broker_clock, self.usage)
 
     def count_refusals(self, counter: Counter) -> None:
         self._refusals = counter
         for name in LIMIT_NAMES:
             counter.labels(name)
+
+    async def read_usage(self) -> None:
+        """Read what tenants have used of their budgets, if any has one."""
+        if self.store is not None and self.store.has_budgets and self.usage is not None:
+            await self.usage.start()
 
     def start(self) -> None:
         """Follow the file of keys, and log whether HTTP is open to all."""

@@ -9,6 +9,12 @@ than the limit is wanted, each gateway lowers its claim to what it uses.
 A gateway has one record under way at a time, and increases no share of it before it has read the
 record. A claim that is not renewed lapses after `CLAIM_TTL_S` for all others; its gateway keeps
 that share and gets no more. Tenants without requests cost no records.
+
+Of budgets gateways divide what is left after the usage that they have read. What a request was
+billed leaves the share of its gateway, so that share and usage together stay the same. A claim says
+which usage its gateway had read; a gateway that lacks some of it increases no share of a budget, so
+none takes a second time what another was billed. If it lacks some for `CLAIM_TTL_S`, it goes on by
+the usage that it has: budgets are exceeded then by the rest, and nobody is refused for an outage.
 """
 
 from __future__ import annotations
@@ -16,11 +22,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvlane.app.access.quota import QuotaLease, QuotaRefusal, TenantLimit, TenantQuota
+from kvlane.app.access.quota import BUDGETS, QuotaLease, QuotaRefusal, TenantLimit, TenantQuota
+from kvlane.app.http.server.usage_follower import UsageFollower
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable
@@ -53,6 +60,7 @@ class _Claim(NamedTuple):
     offset: int
     at_s: float
     """When it was read; when it was sent, for a claim of this gateway."""
+    usage_offsets: tuple[int, ...] = ()
 
 
 class LimitSharing:
@@ -60,8 +68,20 @@ class LimitSharing:
 
     name = "limit claims"
 
-    def __init__(self, log: Log, ctx: ProcessContext, broker_clock: BrokerClock) -> None:
+    def __init__(
+        self,
+        log: Log,
+        ctx: ProcessContext,
+        broker_clock: BrokerClock,
+        usage: UsageFollower | None = None,
+    ) -> None:
+        """Without `usage` tenants have no budgets."""
         self._log = log
+        self._usage = usage
+        if usage is not None:
+            usage.on_billed = self._on_billed
+        self._lags_since_s: float | None = None
+        """Since when this gateway lacks usage that others have read."""
         self._ctx = ctx
         self._clock = ctx.clock
         self._broker_clock = broker_clock
@@ -102,6 +122,7 @@ class LimitSharing:
         """Count all amounts, or none. Waits while other gateways may have the share for them."""
         quota, until_s = lease.quota, self._clock.now() + SHARE_WAIT_S
         while True:
+            self._update(tenant, quota)
             refusal = lease.add(amounts, self._clock.now())
             left_s = until_s - self._clock.now()
             if refusal is None or not refusal.lacks_share or left_s <= 0:
@@ -121,6 +142,11 @@ class LimitSharing:
                 quota.wait(amounts, -1)
                 self._check(tenant)
 
+    def used_up(self, tenant: str, quota: TenantQuota) -> QuotaRefusal | None:
+        """The refusal of a budget of the tenant that is used up, if one is."""
+        self._update(tenant, quota)
+        return quota.used_up()
+
     def released(self, tenant: str) -> None:
         quota = self._quotas.get(tenant)
         if quota is None:
@@ -129,9 +155,33 @@ class LimitSharing:
         own = self._own(tenant)
         for limit, most in quota.limited():
             wanted = own.wanted[limit]
-            if quota.used[limit] > wanted or quota.elsewhere[limit] + wanted > most:
+            is_short = quota.used[limit] > wanted - quota.billed[limit]
+            if is_short or quota.elsewhere[limit] + wanted > most:
                 self._check(tenant)
                 return
+
+    def _update(self, tenant: str, quota: TenantQuota) -> None:
+        if self._usage is not None and quota.has_budget:
+            self._usage.update(tenant, quota)
+
+    def _on_billed(self, tenants: Collection[str]) -> None:
+        """Usage of tenants was read: shares of budgets may increase now."""
+        for tenant in {*tenants, *self._more}:
+            if (quota := self._quotas.get(tenant)) is not None:
+                self._grant(tenant, quota)
+                self.released(tenant)
+
+    def _lags(self, tenant: str) -> bool:
+        """Whether shares of budgets may not increase yet."""
+        if self._usage is None:
+            return False
+        read = self._usage.has_read
+        if all(read(each.usage_offsets) for each in self._others(tenant)):
+            self._lags_since_s = None
+            return False
+        now_s = self._clock.now()
+        self._lags_since_s = now_s if self._lags_since_s is None else self._lags_since_s
+        return now_s - self._lags_since_s < CLAIM_TTL_S
 
     def _check(self, tenant: str) -> None:
         self._due[tenant] = None
@@ -198,6 +248,7 @@ class LimitSharing:
         """The claim to write for a tenant; None if the one in the log stands."""
         now_s, own = self._clock.now(), self._own(tenant)
         quota.settle(now_s)
+        self._update(tenant, quota)
         is_due = now_s - own.at_s >= RENEWAL_S - 1
         is_in_use = quota.is_active or any(quota.used.values()) or any(quota.waiting.values())
         wanted = list(_NOTHING)
@@ -206,7 +257,7 @@ class LimitSharing:
             need = min(most, math.ceil(quota.used[limit]) + quota.waiting[limit])
             ample = min(most, max(2 * need, most // FIRST_SHARE)) if is_in_use else 0
             wanted[limit] = max(need, min(ample, free))
-            is_due |= need > before or before > max(free, wanted[limit])
+            is_due |= need > before - quota.billed[limit] or before > max(free, wanted[limit])
         if not is_due or not (any(wanted) or any(own.wanted)):
             return None
         quota.is_active = False
@@ -219,6 +270,7 @@ class LimitSharing:
         for tenant, claim in claims.items():
             for limit in TenantLimit:
                 self._quotas[tenant].hold(limit, claim.held[limit], now_s)
+                self._quotas[tenant].billed[limit] = 0
             if self._gateway in (former := self._claims.get(tenant, {})):
                 # Others may have read the new one: nothing is added by the former.
                 former[self._gateway] = self._own(tenant)._replace(at_s=-math.inf)
@@ -237,22 +289,26 @@ class LimitSharing:
             self._gateway, self._number,
             {tenant: claim.held for tenant, claim in claims.items()},
             {tenant: claim.wanted for tenant, claim in claims.items()},
+            () if self._usage is None else self._usage.offsets,
         )  # fmt: skip
         return (await self._publisher.publish_once(CAPACITY, self._gateway, record, 0)).offset
 
     def _grant(self, tenant: str, quota: TenantQuota) -> None:
         """Hold as much of what is wanted as the claims of other gateways leave."""
+        self._update(tenant, quota)
         now_s, own = self._clock.now(), self._own(tenant)
         others = [claim for claim in self._others(tenant) if now_s - claim.at_s < CLAIM_TTL_S]
         is_valid = now_s - own.at_s < CLAIM_TTL_S - RENEWAL_S
         for limit in TenantLimit:
             quota.elsewhere[limit] = sum(each.wanted[limit] for each in others)
         for limit, most in quota.limited() if is_valid else ():
+            if limit in BUDGETS and self._lags(tenant):
+                continue
             room = most - sum(
                 each.wanted[limit] if each.offset < own.offset else each.held[limit]
                 for each in others
             )
-            if (share := min(own.wanted[limit], room)) > quota.held[limit]:
+            if (share := min(own.wanted[limit] - quota.billed[limit], room)) > quota.held[limit]:
                 quota.hold(limit, share, now_s)
                 self._notify(tenant)
 
@@ -279,7 +335,9 @@ class LimitSharing:
         for tenant, wanted in record.wanted.items():
             held = record.held.get(tenant, ())
             claims = self._claims.setdefault(tenant, {})
-            claims[record.gateway] = _Claim(_amounts(held), _amounts(wanted), offset, at_s)
+            claims[record.gateway] = _Claim(
+                _amounts(held), _amounts(wanted), offset, at_s, record.usage_offsets
+            )
             if not any(held) and not any(wanted):
                 del claims[record.gateway]
             if not claims:

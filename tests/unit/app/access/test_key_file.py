@@ -140,6 +140,27 @@ def test_new_key_keeps_the_limits_of_its_tenant() -> None:
     assert len(file.keys) == 2
 
 
+def test_default_limits_hold_for_tenants_without_their_own() -> None:
+    file = KeyFile(
+        {"acme": Tenant(tokens_per_day=3, share_cache=True)},
+        defaults=Tenant(tokens_per_day=5, requests=0),
+    ).with_key(new_key("globex").entry)
+    tenants = KeyRing(file).tenants
+    assert tenants["acme"] == Tenant(tokens_per_day=3, requests=0, share_cache=True)
+    assert tenants["globex"] == Tenant(tokens_per_day=5, requests=0)
+
+
+def test_odd_budgets_and_defaults_are_named() -> None:
+    for content, error in (
+        (b'{"tenants": {"a": {"tokens_per_day": -1}}}', "tokens_per_day"),
+        (b'{"tenants": {"a": {"tokens_per_month": "1M"}}}', "tokens_per_month"),
+        (b'{"defaults": {"tokens_per_year": 1}}', "tokens_per_year"),
+        (b'{"defaults": {"share_cache": true}}', "`defaults` may have limits only"),
+    ):
+        with pytest.raises(KeyFileError, match=error):
+            key_file.parse_key_file(content)
+
+
 def test_unknown_key_cannot_be_revoked() -> None:
     with pytest.raises(KeyFileError, match="kvlane keys list"):
         KeyFile().without("nonsense")

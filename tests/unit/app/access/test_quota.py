@@ -14,6 +14,7 @@ from kvlane.app.access.quota import QuotaLease, QuotaRefusal, TenantLimit, Tenan
 
 class Answer(NamedTuple):
     counted_tokens: int
+    has_ended: bool = True
 
 
 def quota(now_s: float = 0.0, **limits: Any) -> TenantQuota:

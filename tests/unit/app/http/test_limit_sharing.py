@@ -5,17 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from kvlane.app.access.key_file import Tenant
-from kvlane.app.access.quota import QuotaLease, TenantLimit, TenantQuota
+from kvlane.app.access.quota import (
+    BUDGETS,
+    QuotaLease,
+    QuotaRefusal,
+    RequestTokens,
+    TenantLimit,
+    TenantQuota,
+)
 from kvlane.app.http.server.limit_sharing import CLAIM_TTL_S, RENEWAL_S, SHARE_WAIT_S, LimitSharing
+from kvlane.app.http.server.usage_follower import UsageFollower
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.memory.memory_broker import AppendFate, MemoryBroker, Operation
-from kvlane.streams.topics import CAPACITY
+from kvlane.streams.records import LimitClaims, RequestUsage
+from kvlane.streams.topics import CAPACITY, USAGE
 from tests.harness.memory_world import MemoryWorld, ScriptedFaults, run_scenario, scenario_test
+
+
+class Answer(NamedTuple):
+    counted_tokens: int
+    has_ended: bool = True
+
 
 REQUEST = {TenantLimit.REQUESTS: 1, TenantLimit.REQUEST_RATE: 1}
 
@@ -40,6 +57,7 @@ class Gateway:
 
     def __init__(self, world: MemoryWorld, name: str, limits: Tenant) -> None:
         self.world = world
+        self.rng = Random(name)
         self.name = name
         self.ctx = ProcessContext(name, world.clock, Random(name))
         self.quota = TenantQuota(limits, world.clock.now(), is_shared=True)
@@ -47,8 +65,15 @@ class Gateway:
 
     async def open(self) -> None:
         self.log = await self.world.connect(self.name)
-        self.sharing = LimitSharing(self.log, self.ctx, BrokerClock(self.world.clock))
+        self.usage = UsageFollower(self.log, self.ctx, self)
+        self.sharing = LimitSharing(self.log, self.ctx, BrokerClock(self.world.clock), self.usage)
         self.sharing.start()
+
+    def is_tenant(self, name: str) -> bool:
+        return name == "acme"
+
+    def used_quota(self, name: str) -> TenantQuota | None:
+        return self.quota if name == "acme" else None
 
     async def begin(self, **amounts: int) -> bool:
         """Begin a request, if it is within the limits."""
@@ -58,6 +83,35 @@ class Gateway:
             return False
         self.leases.append(lease)
         return True
+
+    async def ask(self, most: int, actual: int, running_s: float) -> QuotaRefusal | None:
+        """A request whose longest answer has `most` tokens, and that uses `actual` ones."""
+        lease, request_id = QuotaLease(self.quota), f"{self.name}-{self.rng.getrandbits(64)}"
+        refusal = await self.sharing.add("acme", lease, dict.fromkeys(BUDGETS, most))
+        if refusal is not None:
+            return refusal
+        lease.requests, lease.answers = [RequestTokens(request_id, 0, most)], [Answer(actual)]
+        self.quota.reserve(lease.requests)
+        self.on_begun(most)
+        await self.world.sleep(running_s)
+        self.on_ended(most, actual)
+        usage = RequestUsage(
+            id=request_id, code="stop", ended_ms=self.world.clock.wall_ms(), tenant="acme",
+            output_tokens=actual,
+        )  # fmt: skip
+        asyncio.get_running_loop().call_later(
+            3 * self.rng.random(), self.world.append, USAGE, self.rng.randrange(2), usage
+        )
+        await self.world.sleep(self.rng.choice((0.0, 5.0)))  # a slow reader
+        lease.release(self.world.clock.now())
+        self.sharing.released("acme")
+        return None
+
+    def on_begun(self, most: int) -> None:
+        pass
+
+    def on_ended(self, most: int, actual: int) -> None:
+        pass
 
     def end(self) -> None:
         """End the oldest request."""
@@ -115,13 +169,10 @@ async def test_requests_a_minute_count_over_all_gateways(world: MemoryWorld) -> 
 
 @scenario_test
 async def test_debt_of_tokens_takes_the_share_of_other_gateways(world: MemoryWorld) -> None:
-    class Answer:
-        counted_tokens = 1000
-
     gateways = await three_gateways(world, tokens_per_minute=600)
     assert await gateways[1].begin(token_rate=1)
     assert await gateways[0].begin(token_rate=100)
-    gateways[0].leases[0].answers = [Answer()]
+    gateways[0].leases[0].answers = [Answer(1000)]
     gateways[0].end()
     await world.sleep(1)
     assert not await gateways[1].begin(token_rate=50)
@@ -259,3 +310,108 @@ def test_shares_never_exceed_the_limit(seed: int) -> None:
         await close(gateways)
 
     run_scenario(scenario)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_budget_over_gateways_is_exceeded_by_one_request_at_most(seed: int) -> None:
+    """Whatever is slow or lost on the way to the log, and whenever each gateway reads usage."""
+
+    async def scenario(world: MemoryWorld) -> None:
+        rng = Random(seed)
+        world.broker = MemoryBroker(world.clock, lanes=2, faults=Weather(rng))
+        budget = rng.choice((500, 3000))
+        gateways = await three_gateways(world, tokens_per_day=budget, tokens_per_month=10 * budget)
+        running: list[int] = []
+        exact = 0
+        refusals: list[QuotaRefusal] = []
+
+        def begun(most: int) -> None:
+            assert exact < budget
+            assert exact + sum(running) + most <= budget or not running
+            running.append(most)
+
+        def ended(most: int, actual: int) -> None:
+            nonlocal exact
+            running.remove(most)
+            exact += actual
+
+        for gateway in gateways:
+            gateway.on_begun, gateway.on_ended = begun, ended  # type: ignore[method-assign]
+
+        async def client() -> None:
+            for _ in range(40):
+                most = rng.randint(1, 100)
+                asked = rng.choice(gateways).ask(most, rng.randint(1, most), rng.random())
+                if (refusal := await asked) is not None:
+                    refusals.append(refusal)
+                await world.sleep(rng.random())
+
+        await asyncio.gather(*(client() for _ in range(8)))
+        await world.sleep(10)
+        assert budget - 100 <= exact < budget + 100
+        for gateway in gateways:
+            refusal = gateway.sharing.used_up("acme", gateway.quota)
+            assert (refusal is not None) == (exact >= budget)
+            assert gateway.quota.is_idle
+        await close(gateways)
+
+    run_scenario(scenario)
+
+
+@scenario_test
+async def test_used_budget_is_read_from_the_beginning_of_the_month(world: MemoryWorld) -> None:
+    now_ms = world.clock.wall_ms()
+    for lane, tokens in enumerate((40, 50)):
+        record = RequestUsage(
+            id=f"r{lane}", code="stop", ended_ms=now_ms, tenant="acme", prompt_tokens=tokens
+        )
+        world.append(USAGE, lane, record)
+    gateways = await three_gateways(world, tokens_per_day=100)
+    for gateway in gateways:
+        await gateway.usage.start()
+    assert await gateways[0].ask(10, 10, 0.0) is None
+    await world.sleep(5)
+    refusal = await gateways[1].ask(1, 1, 0.0)
+    assert refusal is not None
+    assert refusal.is_used_up
+    await close(gateways)
+
+
+@scenario_test
+async def test_budget_holds_without_records_of_usage(world: MemoryWorld) -> None:
+    """Collectors are away: what gateways know counts."""
+    gateways = await three_gateways(world, tokens_per_day=100)
+    leases = 0
+    for n in range(60):
+        gateway = gateways[n % 3]
+        lease = QuotaLease(gateway.quota)
+        if await gateway.sharing.add("acme", lease, dict.fromkeys(BUDGETS, 20)) is not None:
+            continue
+        lease.requests, lease.answers = [RequestTokens(f"r{n}", 5, 20)], [Answer(5)]
+        gateway.quota.reserve(lease.requests)
+        lease.release(world.clock.now())
+        gateway.sharing.released("acme")
+        leases += 1
+        await world.sleep(10)
+    assert leases == 9
+    await close(gateways)
+
+
+@scenario_test
+async def test_gateway_without_the_latest_usage_goes_on_after_a_time(world: MemoryWorld) -> None:
+    gateways = await three_gateways(world, tokens_per_day=1000)
+    assert await gateways[0].ask(10, 10, 0.0) is None
+    claims = LimitClaims(
+        gateway="other", number=1, held={"acme": (0,) * 7}, wanted={"acme": (0,) * 5 + (1, 1)},
+        usage_offsets=(99, 99),
+    )  # fmt: skip
+    world.append(CAPACITY, 0, claims, key="other")
+    refusal = await gateways[1].ask(10, 10, 0.0)
+    assert refusal is not None
+    assert not refusal.is_used_up
+    for number in range(2, 7):
+        await world.sleep(RENEWAL_S)
+        world.append(CAPACITY, 0, msgspec.structs.replace(claims, number=number), key="other")
+        await gateways[1].ask(10, 10, 0.0)
+    assert await gateways[1].ask(10, 10, 0.0) is None
+    await close(gateways)
