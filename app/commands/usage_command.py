@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import csv
 import sys
+from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -15,8 +16,10 @@ from kvlane.app.commands import console as screen
 from kvlane.app.commands import kafka_client
 
 if TYPE_CHECKING:
-    from kvlane.app.audit.time_range import TimeRange
-    from kvlane.app.results.usage_report import UsageSum
+    from kvlane.streams.ports import Log
+    from kvlane.streams.reading.range_reader import Progress
+
+T = TypeVar("T")
 
 
 class UsageFormat(StrEnum):
@@ -34,6 +37,9 @@ def usage(
         str, typer.Option(metavar="TIME", help="A time (2026-11-01), or an age: -30d, -12h.")
     ] = "-1d",
     until: Annotated[str, typer.Option(metavar="TIME", help="Empty: now.")] = "",
+    budgets: Annotated[
+        bool, typer.Option("--budgets", help="Show budgets of tenants: used and left until now.")
+    ] = False,
     form: Annotated[
         UsageFormat, typer.Option("--format", help="Form of the output.")
     ] = UsageFormat.TABLE,
@@ -48,52 +54,73 @@ def usage(
     - `kvlane usage --by tenant --since 2026-11-01 --until 2026-12-01 --format csv`
 
     - `kvlane usage --by tenant,model,key --since -12h`
+
+    - `kvlane usage --budgets`
     """
+    import msgspec
+
+    from kvlane.app.access.key_file import KeyRing, read_key_file
     from kvlane.app.audit.time_range import range_between
-    from kvlane.app.results.usage_report import parse_groups, sum_usage
+    from kvlane.app.operator_error import OperatorError
+    from kvlane.app.results.usage_report import (
+        BudgetRow,
+        UsageSum,
+        budget_rows,
+        parse_groups,
+        sum_usage,
+    )
     from kvlane.app.settings import Settings
     from kvlane.streams.clock import SystemClock
 
     clock, groups = SystemClock(), parse_groups(by)
-    period = range_between(since, until, clock.wall_ms())
+    settings, period = Settings(), range_between(since, until, clock.wall_ms())
 
-    async def run() -> dict[tuple[str, ...], UsageSum]:
-        async with kafka_client.connect_kafka(Settings(), "kvlane-usage") as log:
+    async def run(read: Callable[[Log, Progress], Coroutine[Any, Any, T]]) -> T:
+        async with kafka_client.connect_kafka(settings, "kvlane-usage") as log:
             with screen.reading_progress("reading") as progress:
-                return await sum_usage(log, clock, range(*period), groups, progress)
+                return await read(log, progress)
 
-    _show(asyncio.run(run()), groups, period, form)
-
-
-def _show(
-    sums: dict[tuple[str, ...], UsageSum], groups: list[str], period: TimeRange, form: UsageFormat
-) -> None:
-    import msgspec
-
-    from kvlane.app.results.usage_report import UsageSum
-
-    rows: list[dict[str, Any]] = [
+    rows: list[dict[str, Any]]
+    if budgets:
+        if settings.api_keys_file is None:
+            raise OperatorError("budgets are in the file of keys: set KVLANE_API_KEYS_FILE")
+        tenants = KeyRing(read_key_file(settings.api_keys_file)).tenants
+        read = asyncio.run(run(lambda log, progress: budget_rows(log, clock, tenants, progress)))
+        rows = [msgspec.structs.asdict(row) for row in read]
+        _show({"budgets": rows}, list(BudgetRow.__struct_fields__), 2, form)
+        return
+    sums = asyncio.run(
+        run(lambda log, progress: sum_usage(log, clock, range(*period), groups, progress))
+    )
+    rows = [
         dict(zip(groups, key, strict=True)) | msgspec.structs.asdict(each)
         for key, each in sums.items()
     ]
     counts = list(UsageSum.__struct_fields__)
+    if form is UsageFormat.TABLE:
+        counts = [name for name in counts if any(row[name] for row in rows)] or ["requests"]
+    found = {"from_ms": period.from_ms, "to_ms": period.to_ms, "usage": rows}
+    _show(found, [*groups, *counts], len(groups), form)
+
+
+def _show(found: dict[str, Any], fields: list[str], texts: int, form: UsageFormat) -> None:
+    """Show the rows that `found` ends with; the first `texts` of their fields are texts."""
+    rows = list(found.values())[-1]
     if form is UsageFormat.JSON:
-        found = {"from_ms": period.from_ms, "to_ms": period.to_ms, "usage": rows}
         screen.write_json(Path("-"), found)
     elif form is UsageFormat.CSV:
-        writer = csv.DictWriter(sys.stdout, [*groups, *counts], lineterminator="\n")
+        writer = csv.DictWriter(sys.stdout, fields, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     else:
-        shown = [name for name in counts if any(row[name] for row in rows)] or ["requests"]
-        table = screen.plain_table(
-            *groups, *(_header(name) for name in shown), right=" ".join(map(_header, shown))
-        )
+        from kvlane.app.audit.time_range import format_time
+
+        headers = [each.removesuffix("_tokens").removesuffix("_ms") for each in fields]
+        table = screen.plain_table(*headers, right=" ".join(headers[texts:]))
         for row in rows:
-            texts = (screen.escape_text(row[name]) or "-" for name in groups)
-            table.add_row(*texts, *(str(row[name]) for name in shown))
+            cells = [screen.escape_text(row[each]) or "-" for each in fields[:texts]]
+            for each in fields[texts:]:
+                is_time = each == "begins_anew_ms"
+                cells.append(format_time(row[each])[:16] if is_time else str(row[each]))
+            table.add_row(*cells)
         screen.make_console().print(table)
-
-
-def _header(name: str) -> str:
-    return name.removesuffix("_tokens")

@@ -1,4 +1,5 @@
-"""Sums of the usage of a period, by tenant or other fields, from the topic `usage` alone.
+"""Sums of the usage of a period, by tenant or other fields, and what is left of budgets, from the
+topic `usage` alone.
 
 The same period gives the same sums whenever it is read, while its records are kept: a record counts
 in the period of its `ended_ms`, an append time of the ledger.
@@ -6,11 +7,14 @@ in the period of its `ended_ms`, an append time of the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 
 import msgspec
 
+from kvlane.app.access.budgets import TenantUsage, period_at
+from kvlane.app.access.key_file import Tenant
+from kvlane.app.access.quota import LIMIT_NAMES, TenantLimit
 from kvlane.app.http.api_errors import WHOLE_CODES
 from kvlane.app.operator_error import OperatorError
 from kvlane.streams.clock import CLOCK_SKEW_MS, Clock
@@ -18,7 +22,7 @@ from kvlane.streams.codecs import decode
 from kvlane.streams.errors import Malformed
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.range_reader import Progress, read_range
-from kvlane.streams.records import RequestUsage
+from kvlane.streams.records import LogRecord, RequestUsage
 from kvlane.streams.topics import USAGE
 
 FIELDS = {
@@ -71,12 +75,56 @@ async def sum_usage(
 ) -> dict[tuple[str, ...], UsageSum]:
     """The sums by the values of `groups`, in their order. `period`: in ms since 1970. Raises
     BrokerUnavailable, PositionLost, AccessDenied, NewerRecord."""
-    numbers = list(range(await log.partitions(USAGE)))
-    ends = await log.end_offsets(USAGE, numbers)
-    since_ms = max(0, period.start - CLOCK_SKEW_MS)
-    starts = {n: await log.offset_at(USAGE, n, since_ms) for n in numbers}
     fields = [FIELDS[name] for name in groups]
     sums: dict[tuple[str, ...], UsageSum] = {}
+    async with aclosing(_read_usage(log, clock, period.start, progress)) as batches:
+        async for _, log_records in batches:
+            for usage in (each.record for each in log_records):
+                if isinstance(usage, RequestUsage) and usage.ended_ms in period:
+                    key = tuple(getattr(usage, field) for field in fields)
+                    sums.setdefault(key, UsageSum()).add(usage)
+    return dict(sorted(sums.items()))
+
+
+class BudgetRow(msgspec.Struct):
+    """A budget of a tenant in its present period, in tokens. `begins_anew_ms`: since 1970."""
+
+    tenant: str
+    limit: str
+    budget: int
+    used: int
+    left: int
+    begins_anew_ms: int
+
+
+async def budget_rows(
+    log: Log, clock: Clock, tenants: Mapping[str, Tenant], progress: Progress
+) -> list[BudgetRow]:
+    """The budgets of tenants, and what was billed of them. Raises as `sum_usage`."""
+    now_ms = clock.wall_ms()
+    view = TenantUsage(tenants.__contains__, now_ms)
+    month = period_at(TenantLimit.MONTH_TOKENS, now_ms)
+    async with aclosing(_read_usage(log, clock, month.start, progress)) as batches:
+        async for source, log_records in batches:
+            view.apply(source, log_records, log_records[-1].offset + 1)
+    rows = []
+    for name, terms in tenants.items():
+        for limit, use in view.used(name, now_ms).items():
+            budget = getattr(terms, LIMIT_NAMES[limit])
+            if budget is not None:
+                left, period = max(0, budget - use.tokens), LIMIT_NAMES[limit]
+                rows.append(BudgetRow(name, period, budget, use.tokens, left, use.until_ms))
+    return rows
+
+
+async def _read_usage(
+    log: Log, clock: Clock, since_ms: int, progress: Progress
+) -> AsyncGenerator[tuple[Partition, list[LogRecord]], None]:
+    """All that was written since a time, in batches that are not empty. Close it (`aclosing`)."""
+    numbers = list(range(await log.partitions(USAGE)))
+    ends = await log.end_offsets(USAGE, numbers)
+    since_ms = max(0, since_ms - CLOCK_SKEW_MS)
+    starts = {n: await log.offset_at(USAGE, n, since_ms) for n in numbers}
     pieces = read_range(
         log,
         clock,
@@ -86,12 +134,10 @@ async def sum_usage(
     )
     async with aclosing(pieces):
         async for piece in pieces:
+            log_records = []
             for record in piece.records:
-                try:
-                    usage = decode(record)
-                except Malformed:
-                    continue
-                if isinstance(usage, RequestUsage) and usage.ended_ms in period:
-                    key = tuple(getattr(usage, field) for field in fields)
-                    sums.setdefault(key, UsageSum()).add(usage)
-    return dict(sorted(sums.items()))
+                with suppress(Malformed):
+                    decoded = decode(record)
+                    log_records.append(LogRecord(record.offset, record.timestamp, decoded))
+            if log_records:
+                yield piece.source, log_records

@@ -9,17 +9,21 @@ import random
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from aiokafka import AIOKafkaConsumer
 from pydantic import SecretStr
+from typer.testing import CliRunner
 
+from kvlane.app.cli import app as cli
+from kvlane.app.collector import Collector
 from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.gateway import Gateway
@@ -91,10 +95,11 @@ async def test_tenants_are_kept_apart_and_no_key_leaves_the_gateway(
             assert part.encode() not in log
 
 
-async def test_limit_holds_over_two_gateways(settings: Settings, tmp_path: Path) -> None:
-    keys = KeyFileHarness(tmp_path)
-    token = keys.add("acme")
-    keys.limit("acme", requests=4)
+@asynccontextmanager
+async def guarded_gateways(
+    settings: Settings, keys: KeyFileHarness, names: Sequence[str]
+) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+    """A client with the first key for each of these gateways."""
     guarded = settings.model_copy(
         update={
             "api_keys_file": keys.path, "stream_secret": SecretStr(SECRET),
@@ -103,7 +108,7 @@ async def test_limit_holds_over_two_gateways(settings: Settings, tmp_path: Path)
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         clients = []
-        for name in ("g1", "g2"):
+        for name in names:
             log, ctx = open_log(guarded, name), ProcessContext(name)
             await log.start()
             stack.push_async_callback(log.close)
@@ -111,9 +116,18 @@ async def test_limit_holds_over_two_gateways(settings: Settings, tmp_path: Path)
             gateway = Gateway(log, guarded, ctx)
             await gateway.start()
             stack.push_async_callback(gateway.stop)
-            url = f"{gateway.url}/v1"
-            client = openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0, timeout=WAIT_S)
+            client = openai.AsyncOpenAI(
+                base_url=f"{gateway.url}/v1", api_key=keys.tokens[0], max_retries=0, timeout=WAIT_S
+            )
             clients.append(await stack.enter_async_context(client))
+        yield clients
+
+
+async def test_limit_holds_over_two_gateways(settings: Settings, tmp_path: Path) -> None:
+    keys = KeyFileHarness(tmp_path)
+    keys.add("acme")
+    keys.limit("acme", requests=4)
+    async with guarded_gateways(settings, keys, ["g1", "g2"]) as clients:
 
         async def ask(number: int) -> openai.AsyncStream[Any] | None:
             try:
@@ -134,6 +148,74 @@ async def test_limit_holds_over_two_gateways(settings: Settings, tmp_path: Path)
                 assert clock.now() < late, "closed streams count on"
                 await clock.sleep(0.1)
             await answer.close()
+
+
+async def test_budget_holds_over_three_gateways(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under parallel load, by the answers that clients got and by the usage that was written."""
+    budget, longest = 1200, 1 + 60
+    keys = KeyFileHarness(tmp_path)
+    keys.add("acme")
+    keys.limit("acme", tokens_per_day=budget)
+    used = 0
+    log, ctx = open_log(settings, "collector"), ProcessContext("collector")
+    async with AsyncExitStack() as stack:
+        await log.start()
+        stack.push_async_callback(log.close)
+        stack.push_async_callback(ctx.cancel_tasks)
+        collector = Collector(log, settings, ctx)
+        await collector.start()
+        stack.push_async_callback(collector.stop)
+        clients = await stack.enter_async_context(
+            guarded_gateways(settings, keys, ["g1", "g2", "g3"])
+        )
+        late_s = SystemClock().now() + WAIT_S
+
+        async def ask_until_refused(number: int) -> openai.RateLimitError:
+            nonlocal used
+            rng = random.Random(number)
+            while SystemClock().now() < late_s:
+                try:
+                    answer = await rng.choice(clients).completions.create(
+                        model="demo", prompt="a", max_tokens=rng.randint(10, longest - 1)
+                    )
+                except openai.RateLimitError as e:
+                    if e.code != "rate_limit_exceeded":
+                        return e
+                    await asyncio.sleep(0.1)
+                else:
+                    assert answer.usage is not None
+                    used += answer.usage.total_tokens
+            raise AssertionError("the budget is never used up")
+
+        refusals = await asyncio.gather(*map(ask_until_refused, range(9)))
+        assert budget <= used < budget + longest
+        for refusal in refusals:
+            assert refusal.code == "insufficient_quota"
+            assert 0 < int(refusal.response.headers["retry-after"]) <= 86_400
+        rows = await asyncio.to_thread(_budget_rows, settings, keys, monkeypatch, used)
+    assert [(row["limit"], row["budget"], row["left"]) for row in rows] == [
+        ("tokens_per_day", budget, 0)
+    ]
+
+
+def _budget_rows(
+    settings: Settings, keys: KeyFileHarness, monkeypatch: pytest.MonkeyPatch, used: int
+) -> list[dict[str, Any]]:
+    """The output of `kvlane usage --budgets`, once all usage is written."""
+    for name in ("bootstrap_servers", "topic_prefix", "lanes"):
+        monkeypatch.setenv(f"KVLANE_{name.upper()}", str(getattr(settings, name)))
+    monkeypatch.setenv("KVLANE_API_KEYS_FILE", str(keys.path))
+    monkeypatch.setenv("KVLANE_STREAM_SECRET", SECRET)
+    late_s = SystemClock().now() + WAIT_S
+    while SystemClock().now() < late_s:
+        result = CliRunner().invoke(cli, ["usage", "--budgets", "--format", "json"])
+        assert result.exit_code == 0, result.output
+        rows: list[dict[str, Any]] = msgspec.json.decode(result.stdout)["budgets"]
+        if rows[0]["used"] == used:
+            return rows
+    raise AssertionError(f"{rows} have not the {used} tokens of the answers")
 
 
 async def _share_nothing(
