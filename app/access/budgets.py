@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from kvlane.app.access.quota import BUDGETS, BudgetUse, TenantLimit, TenantQuota
+from kvlane.app.access.quota import BUDGETS, BudgetUse, TenantLimit
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import LogRecord, RequestUsage
 from kvlane.streams.topics import DAY_MS
@@ -85,10 +85,6 @@ class TenantUsage:
             )
             for limit, period in self._periods.items()
         }
-
-    def bill(self, quota: TenantQuota, usage: RequestUsage) -> None:
-        """Count a request that was read as billed, in the quota of its tenant."""
-        quota.bill(usage.id, billed_tokens(usage), self.present_limits(usage))
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -69,6 +69,7 @@ _RATES: dict[TenantLimit, LimitKind] = {
 
 
 BUDGETS = {TenantLimit.DAY_TOKENS: "day", TenantLimit.MONTH_TOKENS: "month"}
+"""Limits of which also a request without tokens is refused once nothing is left."""
 
 
 class BudgetUse(NamedTuple):
@@ -154,10 +155,7 @@ class TenantQuota:
             TenantLimit.REQUEST_RATE: limits.requests_per_minute,
             TenantLimit.TOKEN_RATE: limits.tokens_per_minute,
         }
-        self._budgets = {
-            TenantLimit.DAY_TOKENS: limits.tokens_per_day,
-            TenantLimit.MONTH_TOKENS: limits.tokens_per_month,
-        }
+        self._budgets = {limit: getattr(limits, LIMIT_NAMES[limit]) for limit in BUDGETS}
         self.set_budget_use(self._budget_use)
         for limit, most in self.most.items():
             if not self.is_shared:
@@ -202,10 +200,10 @@ class TenantQuota:
         """Why the tenant may not use more of a limit now. `own`: what the asking request uses
         of it, which does not end while that waits."""
         most = self.most[limit]
+        if most is not None and limit in BUDGETS:
+            return self._budget_refusal(limit, more, most)
         if most is None or not more:
             return None
-        if limit in BUDGETS:
-            return self._budget_refusal(limit, more, most)
         used, rate = self.used[limit], _RATES.get(limit)
         # A prompt above the tokens of a minute has to wait for all of them.
         need = used + (min(more, most) if rate is not None and most else more)
@@ -251,11 +249,6 @@ class TenantQuota:
         )
         lacks_share = need + self.waiting[limit] <= most + _ROUNDING
         return QuotaRefusal(limit, message, QUOTA_RETRY_S, lacks_share)
-
-    def used_up(self) -> QuotaRefusal | None:
-        """The refusal of a budget of which nothing is left, if there is one."""
-        refusals = (self.refusal(limit, 1) for limit in BUDGETS)
-        return next((each for each in refusals if each is not None and each.is_used_up), None)
 
     def reserve(self, requests: Sequence[RequestTokens]) -> None:
         """Requests that `used` has been counted for, until `end_request` and `bill`."""

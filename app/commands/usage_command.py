@@ -5,21 +5,14 @@ from __future__ import annotations
 import asyncio
 import csv
 import sys
-from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from kvlane.app.commands import console as screen
 from kvlane.app.commands import kafka_client
-
-if TYPE_CHECKING:
-    from kvlane.streams.ports import Log
-    from kvlane.streams.reading.range_reader import Progress
-
-T = TypeVar("T")
 
 
 class UsageFormat(StrEnum):
@@ -62,41 +55,32 @@ def usage(
     from kvlane.app.access.key_file import KeyRing, read_key_file
     from kvlane.app.audit.time_range import range_between
     from kvlane.app.operator_error import OperatorError
-    from kvlane.app.results.usage_report import (
-        BudgetRow,
-        UsageSum,
-        budget_rows,
-        parse_groups,
-        sum_usage,
-    )
+    from kvlane.app.results import usage_report
     from kvlane.app.settings import Settings
     from kvlane.streams.clock import SystemClock
 
-    clock, groups = SystemClock(), parse_groups(by)
-    settings, period = Settings(), range_between(since, until, clock.wall_ms())
+    clock, groups, settings = SystemClock(), usage_report.parse_groups(by), Settings()
+    period = range_between(since, until, clock.wall_ms())
+    if budgets and settings.api_keys_file is None:
+        raise OperatorError("budgets are in the file of keys: set KVLANE_API_KEYS_FILE")
 
-    async def run(read: Callable[[Log, Progress], Coroutine[Any, Any, T]]) -> T:
+    async def run() -> list[dict[str, Any]]:
         async with kafka_client.connect_kafka(settings, "kvlane-usage") as log:
             with screen.reading_progress("reading") as progress:
-                return await read(log, progress)
+                if budgets and settings.api_keys_file is not None:
+                    tenants = KeyRing(read_key_file(settings.api_keys_file)).tenants
+                    return await usage_report.budget_rows(log, clock, tenants, progress)
+                sums = await usage_report.sum_usage(log, clock, range(*period), groups, progress)
+        return [
+            dict(zip(groups, key, strict=True)) | msgspec.structs.asdict(each)
+            for key, each in sums.items()
+        ]
 
-    rows: list[dict[str, Any]]
+    rows = asyncio.run(run())
     if budgets:
-        if settings.api_keys_file is None:
-            raise OperatorError("budgets are in the file of keys: set KVLANE_API_KEYS_FILE")
-        tenants = KeyRing(read_key_file(settings.api_keys_file)).tenants
-        read = asyncio.run(run(lambda log, progress: budget_rows(log, clock, tenants, progress)))
-        rows = [msgspec.structs.asdict(row) for row in read]
-        _show({"budgets": rows}, list(BudgetRow.__struct_fields__), 2, form)
+        _show({"budgets": rows}, list(usage_report.BUDGET_FIELDS), 2, form)
         return
-    sums = asyncio.run(
-        run(lambda log, progress: sum_usage(log, clock, range(*period), groups, progress))
-    )
-    rows = [
-        dict(zip(groups, key, strict=True)) | msgspec.structs.asdict(each)
-        for key, each in sums.items()
-    ]
-    counts = list(UsageSum.__struct_fields__)
+    counts = list(usage_report.UsageSum.__struct_fields__)
     if form is UsageFormat.TABLE:
         counts = [name for name in counts if any(row[name] for row in rows)] or ["requests"]
     found = {"from_ms": period.from_ms, "to_ms": period.to_ms, "usage": rows}

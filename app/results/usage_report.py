@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from typing import Any
 
 import msgspec
 
@@ -86,21 +87,14 @@ async def sum_usage(
     return dict(sorted(sums.items()))
 
 
-class BudgetRow(msgspec.Struct):
-    """A budget of a tenant in its present period, in tokens. `begins_anew_ms`: since 1970."""
-
-    tenant: str
-    limit: str
-    budget: int
-    used: int
-    left: int
-    begins_anew_ms: int
+BUDGET_FIELDS = ("tenant", "limit", "budget", "used", "left", "begins_anew_ms")
 
 
 async def budget_rows(
     log: Log, clock: Clock, tenants: Mapping[str, Tenant], progress: Progress
-) -> list[BudgetRow]:
-    """The budgets of tenants, and what was billed of them. Raises as `sum_usage`."""
+) -> list[dict[str, Any]]:
+    """`BUDGET_FIELDS` of the budgets of tenants: tokens in the present period, and its end in ms
+    since 1970. Raises as `sum_usage`."""
     now_ms = clock.wall_ms()
     view = TenantUsage(tenants.__contains__, now_ms)
     month = period_at(TenantLimit.MONTH_TOKENS, now_ms)
@@ -110,10 +104,10 @@ async def budget_rows(
     rows = []
     for name, terms in tenants.items():
         for limit, use in view.used(name, now_ms).items():
-            budget = getattr(terms, LIMIT_NAMES[limit])
-            if budget is not None:
-                left, period = max(0, budget - use.tokens), LIMIT_NAMES[limit]
-                rows.append(BudgetRow(name, period, budget, use.tokens, left, use.until_ms))
+            if (budget := getattr(terms, LIMIT_NAMES[limit])) is not None:
+                tokens = (budget, use.tokens, max(0, budget - use.tokens))
+                values = (name, LIMIT_NAMES[limit], *tokens, use.until_ms)
+                rows.append(dict(zip(BUDGET_FIELDS, values, strict=True)))
     return rows
 
 

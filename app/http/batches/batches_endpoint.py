@@ -59,7 +59,7 @@ class BatchesEndpoint:
     async def create(self, request: Request) -> Response:
         caller = caller_of(request)
         await caller.count_request()
-        caller.require_budget()
+        await caller.require_budget()
         async with self._bodies.read(request) as body:
             fields, _ = await run_cooperatively(parse_body(body.content))
         wanted = _new_batch(fields)

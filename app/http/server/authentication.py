@@ -24,7 +24,6 @@ from kvlane.app.access.quota import (
     LIMIT_NAMES,
     CountedAnswer,
     QuotaLease,
-    QuotaRefusal,
     RequestTokens,
     TenantLimit,
     TenantQuota,
@@ -65,7 +64,7 @@ class ApiKeyStore:
         self._usage_retention_s = settings.usage_retention_s
         self._ring = self._read()
         self._seen = self._signature()
-        self._quotas: dict[str, TenantQuota] = {}
+        self.quotas: dict[str, TenantQuota] = {}
         self.is_shared = False
         """Whether gateways divide the limits."""
 
@@ -91,14 +90,11 @@ class ApiKeyStore:
     def is_tenant(self, name: str) -> bool:
         return name in self._ring.tenants
 
-    def used_quota(self, name: str) -> TenantQuota | None:
-        return self._quotas.get(name)
-
     def quota(self, name: str) -> TenantQuota:
         """The quota of a tenant. Bound: the tenants of the file and those with requests."""
-        quota = self._quotas.get(name)
+        quota = self.quotas.get(name)
         if quota is None:
-            quota = self._quotas[name] = TenantQuota(
+            quota = self.quotas[name] = TenantQuota(
                 self.tenant(name), self._clock.now(), is_shared=self.is_shared
             )
         return quota
@@ -133,11 +129,11 @@ class ApiKeyStore:
     def _take(self, ring: KeyRing) -> None:
         self._ring = ring
         now = self._clock.now()
-        for name, quota in list(self._quotas.items()):
+        for name, quota in list(self.quotas.items()):
             if name in ring.tenants or not quota.is_idle:
                 quota.set_limits(self.tenant(name), now)
             else:
-                del self._quotas[name]
+                del self.quotas[name]
 
     def _signature(self) -> tuple[int, ...]:
         try:
@@ -168,12 +164,10 @@ class Caller:
     @property
     def is_counted(self) -> bool:
         """Whether its requests count towards limits until they end, without a client too."""
-        terms = self.terms
-        limits = (
-            terms.requests, terms.tokens, terms.tokens_per_minute, terms.tokens_per_day,
-            terms.tokens_per_month,
-        )  # fmt: skip
-        return self._lease is not None and any(limit is not None for limit in limits)
+        terms, lease = self.terms, self._lease
+        limits = (terms.requests, terms.tokens, terms.tokens_per_minute)
+        is_limited = any(limit is not None for limit in limits)
+        return lease is not None and (is_limited or lease.quota.has_budget)
 
     def require_operator(self, what: str) -> None:
         """Raises ApiError, 403, unless it is an operator."""
@@ -212,12 +206,9 @@ class Caller:
             lease.requests = counted
             lease.quota.reserve(counted)
 
-    def require_budget(self) -> None:
+    async def require_budget(self) -> None:
         """Raises ApiError, 429, if a budget is used up."""
-        if self._lease is not None and self._sharing is not None:
-            refusal = self._sharing.used_up(self.tenant, self._lease.quota)
-            if refusal is not None:
-                raise self._refused(refusal)
+        await self._count(dict.fromkeys(BUDGETS, 0))
 
     async def count_reader(self) -> None:
         """Count a reader of a stream that exists. Raises ApiError, 429."""
@@ -232,12 +223,9 @@ class Caller:
         else:
             refusal = await self._sharing.add(self.tenant, lease, amounts)
         if refusal is not None:
-            raise self._refused(refusal)
-
-    def _refused(self, refusal: QuotaRefusal) -> ApiError:
-        code = "insufficient_quota" if refusal.is_used_up else "rate_limit_exceeded"
-        name = LIMIT_NAMES[refusal.limit]
-        return self.refused(name, refusal.message, code, refusal.retry_after_s)
+            code = "insufficient_quota" if refusal.is_used_up else "rate_limit_exceeded"
+            name = LIMIT_NAMES[refusal.limit]
+            raise self.refused(name, refusal.message, code, refusal.retry_after_s)
 
     def refused(
         self, limit: str, message: str, code: str, retry_after_s: float | None = None
@@ -323,7 +311,8 @@ class AccessControl:
         """Divide the limits of tenants among gateways. To be called before `start`."""
         if self.store is not None:
             self.store.is_shared = True
-            self.usage = UsageFollower(kafka, self._ctx, self.store)
+            store = self.store
+            self.usage = UsageFollower(kafka, self._ctx, store.is_tenant, store.quotas)
             self.sharing = LimitSharing(kafka, self._ctx, broker_clock, self.usage)
 
     def count_refusals(self, counter: Counter) -> None:

@@ -142,11 +142,6 @@ class LimitSharing:
                 quota.wait(amounts, -1)
                 self._check(tenant)
 
-    def used_up(self, tenant: str, quota: TenantQuota) -> QuotaRefusal | None:
-        """The refusal of a budget of the tenant that is used up, if one is."""
-        self._update(tenant, quota)
-        return quota.used_up()
-
     def released(self, tenant: str) -> None:
         quota = self._quotas.get(tenant)
         if quota is None:
@@ -175,7 +170,7 @@ class LimitSharing:
         """Whether shares of budgets may not increase yet."""
         if self._usage is None:
             return False
-        read = self._usage.has_read
+        read = self._usage.view.has_read
         if all(read(each.usage_offsets) for each in self._others(tenant)):
             self._lags_since_s = None
             return False
@@ -289,7 +284,7 @@ class LimitSharing:
             self._gateway, self._number,
             {tenant: claim.held for tenant, claim in claims.items()},
             {tenant: claim.wanted for tenant, claim in claims.items()},
-            () if self._usage is None else self._usage.offsets,
+            () if self._usage is None else self._usage.view.offsets,
         )  # fmt: skip
         return (await self._publisher.publish_once(CAPACITY, self._gateway, record, 0)).offset
 

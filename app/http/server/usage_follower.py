@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvlane.app.access.budgets import TenantUsage, period_at
+from kvlane.app.access.budgets import TenantUsage, billed_tokens, period_at
 from kvlane.app.access.quota import TenantLimit, TenantQuota
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.clock import CLOCK_SKEW_MS
@@ -26,22 +25,18 @@ log = logging.getLogger(__name__)
 START_WAIT_S = 30.0
 
 
-class TenantQuotas(Protocol):
-    def is_tenant(self, name: str) -> bool:
-        """Whether a tenant has keys or limits."""
-
-    def used_quota(self, name: str) -> TenantQuota | None:
-        """The quota of a tenant that has asked for anything."""
-
-
 class UsageFollower:
-    def __init__(self, log: Log, ctx: ProcessContext, quotas: TenantQuotas) -> None:
+    def __init__(
+        self, log: Log, ctx: ProcessContext, is_tenant: Callable[[str], bool],
+        quotas: Mapping[str, TenantQuota],
+    ) -> None:  # fmt: skip
+        """`is_tenant`: whether a tenant has a key; `quotas`: of tenants with requests."""
         self._log = log
         self._ctx = ctx
         self._quotas = quotas
-        self._view = TenantUsage(quotas.is_tenant, ctx.clock.wall_ms())
+        self.view = TenantUsage(is_tenant, ctx.clock.wall_ms())
         self._follower = Follower(
-            log, self._view, [USAGE], ctx.clock, start=self._month_start, on_applied=self._applied
+            log, self.view, [USAGE], ctx.clock, start=self._month_start, on_applied=self._applied
         )
         self._has_started = False
         self.on_billed: Callable[[Collection[str]], None] = lambda _: None
@@ -62,14 +57,7 @@ class UsageFollower:
     def update(self, tenant: str, quota: TenantQuota) -> None:
         """Tell a quota what was used until now."""
         self._begin()
-        quota.set_budget_use(self._view.used(tenant, self._ctx.clock.wall_ms()))
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return self._view.offsets
-
-    def has_read(self, offsets: Sequence[int]) -> bool:
-        return self._view.has_read(offsets)
+        quota.set_budget_use(self.view.used(tenant, self._ctx.clock.wall_ms()))
 
     def _begin(self) -> None:
         if not self._has_started:
@@ -86,7 +74,8 @@ class UsageFollower:
         for log_record in log_records:
             usage = log_record.record
             if isinstance(usage, RequestUsage) and usage.tenant:
-                if (quota := self._quotas.used_quota(usage.tenant)) is not None:
-                    self._view.bill(quota, usage)
+                if (quota := self._quotas.get(usage.tenant)) is not None:
+                    limits = self.view.present_limits(usage)
+                    quota.bill(usage.id, billed_tokens(usage), limits)
                 tenants.add(usage.tenant)
         self.on_billed(tenants)

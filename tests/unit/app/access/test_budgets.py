@@ -16,6 +16,7 @@ from kvlane.app.access.quota import (
     MAX_RESERVATIONS,
     UNBILLED_S,
     QuotaLease,
+    QuotaRefusal,
     RequestTokens,
     TenantLimit,
     TenantQuota,
@@ -168,11 +169,16 @@ class Gateway:
         self.quota.reserve(lease.requests)
         return lease
 
+    def used_up(self) -> QuotaRefusal | None:
+        refusal = QuotaLease(self.quota).add(dict.fromkeys(BUDGETS, 0), 0.0)
+        assert refusal is None or refusal.is_used_up
+        return refusal
+
     def bill(self, name: str, count: int) -> None:
         record = usage("acme", count, request_id=name)
         self.view.apply(Partition(USAGE, 0), [LogRecord(self.offset, 0, record)], self.offset + 1)
         self.offset += 1
-        self.view.bill(self.quota, record)
+        self.quota.bill(name, count, self.view.present_limits(record))
         self.update(NOW_MS)
 
 
@@ -220,9 +226,9 @@ def test_budget_is_exceeded_by_one_request_at_most(budget: int, seed: int) -> No
 
 def test_used_up_budget_names_its_next_begin() -> None:
     gateway = Gateway(tokens_per_day=50, tokens_per_month=100)
-    assert gateway.quota.used_up() is None
+    assert gateway.used_up() is None
     gateway.bill("other", 50)
-    refusal = gateway.quota.used_up()
+    refusal = gateway.used_up()
     assert refusal is not None
     assert refusal.limit is DAY
     assert refusal.retry_after_s == 12 * 3600
@@ -230,16 +236,16 @@ def test_used_up_budget_names_its_next_begin() -> None:
         refusal.message
     )
     gateway.update(NOW_MS + DAY_MS // 2)
-    assert gateway.quota.used_up() is None
+    assert gateway.used_up() is None
     lease = gateway.begin("r", 50)
     assert lease is not None
     lease.answers = [Answer(49)]
     lease.release(0.0)
-    both = gateway.quota.used_up()
+    both = gateway.used_up()
     assert both is not None
     assert both.limit is DAY
     gateway.update(NOW_MS + DAY_MS * 3)  # the request is not billed yet
-    assert gateway.quota.used_up() is not None
+    assert gateway.used_up() is not None
 
 
 def test_request_without_usage_counts_for_a_minute() -> None:
@@ -261,7 +267,7 @@ def test_requests_that_are_not_billed_for_long_still_count() -> None:
         assert lease is not None
         lease.answers = [Answer(1)]
         lease.release(0.0)
-    assert gateway.quota.used_up() is not None
+    assert gateway.used_up() is not None
     for n in range(budget // 2):
         gateway.quota.bill(str(n), 2, [DAY, MONTH])
     assert gateway.quota.is_idle

@@ -65,15 +65,9 @@ class Gateway:
 
     async def open(self) -> None:
         self.log = await self.world.connect(self.name)
-        self.usage = UsageFollower(self.log, self.ctx, self)
+        self.usage = UsageFollower(self.log, self.ctx, "acme".__eq__, {"acme": self.quota})
         self.sharing = LimitSharing(self.log, self.ctx, BrokerClock(self.world.clock), self.usage)
         self.sharing.start()
-
-    def is_tenant(self, name: str) -> bool:
-        return name == "acme"
-
-    def used_quota(self, name: str) -> TenantQuota | None:
-        return self.quota if name == "acme" else None
 
     async def begin(self, **amounts: int) -> bool:
         """Begin a request, if it is within the limits."""
@@ -350,8 +344,8 @@ def test_budget_over_gateways_is_exceeded_by_one_request_at_most(seed: int) -> N
         await world.sleep(10)
         assert budget - 100 <= exact < budget + 100
         for gateway in gateways:
-            refusal = gateway.sharing.used_up("acme", gateway.quota)
-            assert (refusal is not None) == (exact >= budget)
+            refusal = await gateway.ask(0, 0, 0.0)
+            assert (refusal is not None and refusal.is_used_up) == (exact >= budget)
             assert gateway.quota.is_idle
         await close(gateways)
 
