@@ -89,14 +89,12 @@ class TenantUsage:
     @property
     def offsets(self) -> tuple[int, ...]:
         """By lane, the offset after the last record that was read; 0 without one."""
-        lanes = sorted(self._positions)
-        return tuple(self._read.get(source, 0) for source in lanes)
+        return tuple(self._read.get(source, 0) for source in sorted(self._placed))
 
     def has_read(self, offsets: Sequence[int]) -> bool:
         """Whether it has all that a view with these `offsets` has."""
-        lanes = sorted(self._positions)
-        own = (max(self._placed[source], self._read.get(source, 0)) for source in lanes)
-        return len(lanes) >= len(offsets) and all(map(int.__ge__, own, offsets))
+        own = [max(at, self._read.get(source, 0)) for source, at in sorted(self._placed.items())]
+        return len(own) >= len(offsets) and all(map(int.__ge__, own, offsets))
 
     def position(self, source: Partition) -> int | None:
         return self._positions.get(source)

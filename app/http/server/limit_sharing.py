@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import NamedTuple
 
 from kvlane.app.access.quota import BUDGETS, QuotaLease, QuotaRefusal, TenantLimit, TenantQuota
@@ -60,7 +61,6 @@ class _Claim(NamedTuple):
     offset: int
     at_s: float
     """When it was read; when it was sent, for a claim of this gateway."""
-    usage_offsets: tuple[int, ...] = ()
 
 
 class LimitSharing:
@@ -80,8 +80,10 @@ class LimitSharing:
         self._usage = usage
         if usage is not None:
             usage.on_billed = self._on_billed
+        self._usage_read: tuple[int, ...] = ()
+        """By lane, the most that a gateway has read with a claim."""
         self._lags_since_s: float | None = None
-        """Since when this gateway lacks usage that others have read."""
+        """Since when this gateway lacks some of that."""
         self._ctx = ctx
         self._clock = ctx.clock
         self._broker_clock = broker_clock
@@ -166,15 +168,12 @@ class LimitSharing:
                 self._grant(tenant, quota)
                 self.released(tenant)
 
-    def _lags(self, tenant: str) -> bool:
+    def _lags(self) -> bool:
         """Whether shares of budgets may not increase yet."""
-        if self._usage is None:
-            return False
-        read = self._usage.view.has_read
-        if all(read(each.usage_offsets) for each in self._others(tenant)):
+        now_s = self._clock.now()
+        if self._usage is None or self._usage.view.has_read(self._usage_read):
             self._lags_since_s = None
             return False
-        now_s = self._clock.now()
         self._lags_since_s = now_s if self._lags_since_s is None else self._lags_since_s
         return now_s - self._lags_since_s < CLAIM_TTL_S
 
@@ -297,7 +296,7 @@ class LimitSharing:
         for limit in TenantLimit:
             quota.elsewhere[limit] = sum(each.wanted[limit] for each in others)
         for limit, most in quota.limited() if is_valid else ():
-            if limit in BUDGETS and self._lags(tenant):
+            if limit in BUDGETS and self._lags():
                 continue
             room = most - sum(
                 each.wanted[limit] if each.offset < own.offset else each.held[limit]
@@ -327,12 +326,12 @@ class LimitSharing:
         at_s = self._clock.now()
         if record.gateway == self._gateway:
             at_s = self._sent_s if record.number == self._number else -math.inf
+        offsets = zip_longest(self._usage_read, record.usage_offsets, fillvalue=0)
+        self._usage_read = tuple(map(max, offsets))
         for tenant, wanted in record.wanted.items():
             held = record.held.get(tenant, ())
             claims = self._claims.setdefault(tenant, {})
-            claims[record.gateway] = _Claim(
-                _amounts(held), _amounts(wanted), offset, at_s, record.usage_offsets
-            )
+            claims[record.gateway] = _Claim(_amounts(held), _amounts(wanted), offset, at_s)
             if not any(held) and not any(wanted):
                 del claims[record.gateway]
             if not claims:

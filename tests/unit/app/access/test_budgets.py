@@ -140,6 +140,9 @@ def test_view_has_read_what_another_has() -> None:
     late.apply(lane, (), 8)
     assert late.has_read(one.offsets)
     assert one.has_read(late.offsets)
+    one.apply(Partition(USAGE, 1), (), 0)
+    one.forget(lane)
+    assert one.offsets == (6, 0)
 
 
 class Answer:
