@@ -203,17 +203,32 @@ async def test_budget_holds_over_three_gateways(
 def _budget_rows(
     settings: Settings, keys: KeyFileHarness, monkeypatch: pytest.MonkeyPatch, used: int
 ) -> list[dict[str, Any]]:
-    """The output of `kvlane usage --budgets`, once all usage is written."""
+    """The rows of `kvlane usage --budgets`, once all usage is written; its table and the sums of
+    `kvlane usage` have the same tokens."""
     for name in ("bootstrap_servers", "topic_prefix", "lanes"):
         monkeypatch.setenv(f"KVLANE_{name.upper()}", str(getattr(settings, name)))
     monkeypatch.setenv("KVLANE_API_KEYS_FILE", str(keys.path))
     monkeypatch.setenv("KVLANE_STREAM_SECRET", SECRET)
+
+    def usage(*arguments: str) -> str:
+        result = CliRunner().invoke(cli, ["usage", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
     late_s = SystemClock().now() + WAIT_S
     while SystemClock().now() < late_s:
-        result = CliRunner().invoke(cli, ["usage", "--budgets", "--format", "json"])
-        assert result.exit_code == 0, result.output
-        rows: list[dict[str, Any]] = msgspec.json.decode(result.stdout)["budgets"]
+        rows: list[dict[str, Any]] = msgspec.json.decode(usage("--budgets", "--format", "json"))[
+            "budgets"
+        ]
         if rows[0]["used"] == used:
+            head, row = usage("--by", "tenant", "--format", "csv").splitlines()
+            sums = dict(zip(head.split(","), row.split(","), strict=True))
+            assert sums["tenant"] == "acme"
+            assert int(sums["prompt_tokens"]) + int(sums["output_tokens"]) == used
+            head, row = usage("--budgets").splitlines()
+            assert head.split() == ["tenant", "limit", "budget", "used", "left", "begins_anew"]
+            assert row.split()[:5] == ["acme", "tokens_per_day", "1200", str(used), "0"]
+            assert row.endswith(" 00:00")
             return rows
     raise AssertionError(f"{rows} have not the {used} tokens of the answers")
 
