@@ -36,6 +36,7 @@ from kvlane.streams.records import (
 REPORT_WAIT_MS = 10_000
 """Time after the end of a request for the report of the worker that a router has stopped."""
 _SWEEP_RECORDS = 10_000
+_MOST = 2**40
 
 
 class RunUsage(msgspec.Struct):
@@ -191,14 +192,20 @@ class BilledRequest(msgspec.Struct):
             id=self.id, code=code, ended_ms=self.end.at_ms,
             tenant=account.tenant, key_id=account.key_id, model=account.model, alias=account.alias,
             adapter=account.adapter, service_class=account.service_class,
-            prompt_tokens=prompt, cached_tokens=cached, output_tokens=output,
-            reasoning_tokens=reasoning, recomputed_tokens=_recomputed_tokens(computed),
+            prompt_tokens=_bounded(prompt), cached_tokens=_bounded(cached),
+            output_tokens=_bounded(output), reasoning_tokens=_bounded(reasoning),
+            recomputed_tokens=_bounded(_recomputed_tokens(computed)),
             attempts=len({k.attempt for k, each in self.runs.items() if each.has_begun}),
-            prefill_ms=round(sum(e.prefill_ms for k, e in computed if k.phase != "decode")),
-            decode_ms=round(sum(each.decode_ms for each in self.runs.values())),
+            prefill_ms=_bounded(sum(e.prefill_ms for k, e in computed if k.phase != "decode")),
+            decode_ms=_bounded(sum(each.decode_ms for each in self.runs.values())),
             workers=tuple(dict.fromkeys(k.worker for k, e in self.runs.items() if e.has_begun)),
             unknown=unknown,
         )  # fmt: skip
+
+
+def _bounded(value: float) -> int:
+    """A sum of what records say, which may be negative, infinite or no number."""
+    return round(min(max(0, value), _MOST))
 
 
 def _reasoning_tokens(usage: Usage) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import pytest
 
 from kvlane.app.results.request_usage import REPORT_WAIT_MS, AnswerStart, LaneUsage, ShownAnswer
 from kvlane.app.routing.state.request_state import LedgerRecord
+from kvlane.streams.codecs import encode
 from kvlane.streams.records import (
     Account,
     Assigned,
@@ -162,6 +166,17 @@ def test_prompt_that_no_worker_has_computed_counts_no_tokens() -> None:
     ledger.append(*begun()[:2], Ended(id="a", code="no_workers"))
     [usage] = ledger.usage(after_ms=REPORT_WAIT_MS, shown=ShownAnswer(0, ""))
     assert (usage.prompt_tokens, usage.attempts) == (0, 1)
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan, -5.0, 1e308])
+def test_usage_is_a_number_whatever_records_say(odd: float) -> None:
+    ledger = Ledger()
+    ledger.append(*begun()[:2], PrefillDone(**run(), run=1, cached_tokens=-3, prefill_ms=odd))
+    ledger.append(Finished(**run(), code="stop", output_tokens=2**63 - 1, itl_ms=odd))
+    [usage] = ledger.usage()
+    counts = (usage.prefill_ms, usage.decode_ms, usage.output_tokens, usage.cached_tokens)
+    assert all(0 <= each <= 2**40 for each in counts)
+    encode(usage, usage.id)
 
 
 def test_late_records_and_repetitions_make_no_second_usage() -> None:
