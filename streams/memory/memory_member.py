@@ -130,7 +130,8 @@ class MemoryMember:
 
     @property
     def _is_connected(self) -> bool:
-        return self._connection.broker.available and self._connection.cut_off_at is None
+        """Whether it can contact its coordinator: not while it is suspended, either."""
+        return self._connection.broker.available and self._silent_since() == NEVER
 
     def _silent_since(self) -> float:
         """When this client has sent its last heartbeat; NEVER while it sends any."""
