@@ -164,8 +164,9 @@ class JvmNode:
             return self._process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP: it hangs, and its connections stay open."""
+        """SIGSTOP: it hangs, and its connections stay open. Returns once all its threads stand."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """SIGCONT, after `pause`; harmless otherwise."""
