@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from kvlane.app.indexer import Indexer
+from kvlane.app.metrics.collector_metrics import CollectorMetrics
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics
+from kvlane.app.metrics.preprocessor_metrics import PreprocessorMetrics
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
@@ -95,6 +97,8 @@ def test_alerts_use_existing_metrics() -> None:
             router._context.metrics.registry,
             indexer._metrics.registry,
             GatewayMetrics().registry,
+            CollectorMetrics(lambda: 0, lambda: 0, lambda: 0).registry,
+            PreprocessorMetrics(lambda: 0, lambda: False, lambda: 0.0, lambda: ()).registry,
         ):
             for family in registry.collect():
                 names.update({family.name, *(sample.name for sample in family.samples)})
