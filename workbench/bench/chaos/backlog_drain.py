@@ -224,6 +224,8 @@ async def bench_backlog(
         print_line(f"{crash.name} ended with {crash.status}:\n{crash.tail}")
     for result in results.wrong[:WRONG_SHOWN]:
         print_line(f"wrong: {msgspec.json.encode(result).decode()}")
+    for line in _wrong_answers(load):
+        print_line(line)
     found = drain.result()
     if scale.is_plain:
         return backlog_report(found)
@@ -473,6 +475,12 @@ class BacklogDrain:
             [MemorySeries(name, rss) for (name, _, _), rss in self._memory.items()],
             self._scale.warm_up_s, [crash.name for crash in self._processes.crashes],
         )  # fmt: skip
+
+
+def _wrong_answers(load: LoadGenerator) -> list[str]:
+    verdicts = ((_verdict(chat), chat) for chat in load.conversations)
+    wrong = [f"{verdict}: {chat}" for verdict, chat in verdicts if verdict not in ("right", RETRY)]
+    return wrong[:WRONG_SHOWN]
 
 
 def _verdict(chat: Conversation) -> str:
