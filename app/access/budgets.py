@@ -2,8 +2,8 @@
 towards their budgets (`tokens_per_day`, `tokens_per_month`). Pure.
 
 Days and months are those of the calendar in UTC. A request counts in the period of its end, by the
-append time of the ledger, with all tokens of its prompt and its answer, whoever sent it: over HTTP,
-over Kafka, in a batch. Bound: one sum for each tenant with a key, period and lane.
+append time of the ledger, with all tokens of its prompt and its answer, from every source: HTTP,
+Kafka, batches. Bound: one sum for each tenant with a key, period and lane.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TenantUsage:
         return [limit for limit, period in self._periods.items() if usage.ended_ms in period]
 
     def used(self, tenant: str, now_ms: int) -> dict[TenantLimit, BudgetUse]:
-        """What a tenant has used in the periods of a time, as far as it was read."""
+        """The tokens of a tenant in the periods of a time, of the records that were read."""
         self.advance(now_ms)
         return {
             limit: BudgetUse(
@@ -92,7 +92,7 @@ class TenantUsage:
         return tuple(self._read.get(source, 0) for source in sorted(self._placed))
 
     def has_read(self, offsets: Sequence[int]) -> bool:
-        """Whether it has all that a view with these `offsets` has."""
+        """Whether this view has read as far as another one with these `offsets`."""
         own = [max(at, self._read.get(source, 0)) for source, at in sorted(self._placed.items())]
         return len(own) >= len(offsets) and all(map(int.__ge__, own, offsets))
 

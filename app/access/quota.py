@@ -101,7 +101,7 @@ class CountedAnswer(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is complete, with all its tokens."""
+        """Whether the answer is complete, with all its tokens."""
 
 
 class RequestTokens(NamedTuple):
@@ -255,7 +255,7 @@ class TenantQuota:
         self._reserved |= {request.id: request.most_tokens for request in requests}
 
     def end_request(self, request: RequestTokens, answer: CountedAnswer, now_s: float) -> None:
-        """A request has ended, or has no reader any more."""
+        """A request has ended, or its reader has left."""
         reserved = self._reserved.get(request.id)
         if reserved is None:
             return

@@ -39,7 +39,7 @@ class OrderedRouting:
             return False
         self.settings, problem = self._own, ""
         if placed is None:
-            log.info("no order about routing any more: this router has its own settings")
+            log.info("the order about routing has ended: this router has its own settings")
         elif placed.order.format > ROUTING_FORMAT:
             problem = (
                 f"it has format {placed.order.format}, and this version reads {ROUTING_FORMAT}"

@@ -109,7 +109,7 @@ class Choice:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is complete."""
+        """Whether the answer is complete."""
         return self.finish_reason in _COMPLETE
 
     def add(self, piece: Chunk | End) -> None:

@@ -13,8 +13,8 @@ that share and gets no more. Tenants without requests cost no records.
 Of budgets gateways divide what is left after the usage that they have read. What a request was
 billed leaves the share of its gateway, so that share and usage together stay the same. A claim says
 which usage its gateway had read; a gateway that lacks some of it increases no share of a budget, so
-none takes a second time what another was billed. If it lacks some for `CLAIM_TTL_S`, it goes on by
-the usage that it has: budgets are exceeded then by the rest, and nobody is refused for an outage.
+no gateway takes tokens that were billed at another. If it lacks some for `CLAIM_TTL_S`, it goes on
+by the usage that it has: the rest may exceed budgets then, and an outage refuses no request.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class LimitSharing:
                 self.released(tenant)
 
     def _lags(self) -> bool:
-        """Whether shares of budgets may not increase yet."""
+        """Whether shares of budgets have to wait for usage before they increase."""
         now_s = self._clock.now()
         if self._usage is None or self._usage.view.has_read(self._usage_read):
             self._lags_since_s = None
