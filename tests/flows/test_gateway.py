@@ -19,6 +19,9 @@ from tests.harness.gateway_harness import CONTEXT, GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker
 
+ELECTION_S = 13.0
+"""A dead leader's session of 9 s, an election, and the next try of a client."""
+
 # --- answers --------------------------------------------------------------------------------------
 
 
@@ -354,6 +357,18 @@ async def test_log_that_accepts_nothing_is_unavailable(world: MemoryWorld) -> No
     assert answer.headers["retry-after"]
     assert world.clock.now() - began < PUBLISH_TIMEOUT_S + 2
     assert harness.gateway.parts.streams.open_streams == 0
+
+
+@scenario_test
+async def test_request_waits_until_a_new_leader_takes_the_place_of_a_dead_one(
+    world: MemoryWorld,
+) -> None:
+    harness = await GatewayHarness.with_backend(world)
+    world.faults.next_fates(REQUESTS, *[AppendFate.LOST] * 1000)
+    answer = harness.chat("hello")
+    await world.sleep(ELECTION_S)
+    world.faults.fates.clear()
+    assert (await answer.wait_done()).status == 200
 
 
 @scenario_test

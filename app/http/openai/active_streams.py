@@ -37,8 +37,9 @@ from kvlane.streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 
-PUBLISH_TIMEOUT_S = 10.0
-"""Time limit for publishing: long enough for a leader election, not for an outage."""
+PUBLISH_TIMEOUT_S = 20.0
+"""Time limit for publishing, in seconds: a cluster leaves a dead broker after 9 s by default
+(`broker.session.timeout.ms`) and elects leaders then. An outage of all brokers ends it earlier."""
 MAX_SEND_BYTES = 8 * 1024 * 1024
 CANCEL_TIMEOUT_S = 60.0
 """Time limit for publishing a Cancel; after it the request runs to its end unread."""
