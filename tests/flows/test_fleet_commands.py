@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvlane.app.audit.fleet_reader import FleetReader, reading_fleet
-from kvlane.app.audit.fleet_rows import ended_requests_of, open_requests_of, worker_rows
-from kvlane.app.audit.fleet_status import FleetStatus, TopicSampler, fleet_status
+from kvlane.app.audit.fleet.fleet_reader import FleetReader, reading_fleet
+from kvlane.app.audit.fleet.fleet_rows import ended_requests_of, open_requests_of, worker_rows
+from kvlane.app.audit.fleet.fleet_status import FleetStatus, TopicSampler, fleet_status
 from kvlane.app.audit.time_range import InvalidTime
 from kvlane.app.cli import app
 from kvlane.streams.clock import SystemClock
@@ -198,7 +198,7 @@ async def test_slow_read_may_take_longer_than_a_pause_between_records(
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
-    monkeypatch.setattr("kvlane.app.audit.fleet_reader.OBSERVE_S", 0.05)
+    monkeypatch.setattr("kvlane.app.audit.fleet.fleet_reader.OBSERVE_S", 0.05)
     return connect_commands(MemoryBroker(SystemClock(), lanes=4), monkeypatch)
 
 
@@ -233,7 +233,7 @@ def test_rows_are_shown_with_the_texts_of_topics_escaped(memory: MemoryBroker) -
 def test_last_line_has_the_number_of_ended_requests_that_were_not_kept(
     memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlane.app.audit.fleet_view.MAX_ENDED", 1)
+    monkeypatch.setattr("kvlane.app.audit.fleet.fleet_view.MAX_ENDED", 1)
     for name in ("a", "b", "c"):
         memory.append(LEDGER, 0, [encode(Ended(id=name, code="invalid"), name)])
     assert "c" in kvlane("requests", "--slow", "1").stdout

@@ -24,8 +24,8 @@ from kvlane.app.audit.diagnosis.facts import (
     WorkerEvents,
 )
 from kvlane.app.audit.diagnosis.process_reader import read_processes
-from kvlane.app.audit.fleet_reader import FleetReader, reading_fleet
-from kvlane.app.audit.fleet_status import TopicSampler, unread_records
+from kvlane.app.audit.fleet.fleet_reader import FleetReader, reading_fleet
+from kvlane.app.audit.fleet.fleet_status import TopicSampler, unread_records
 from kvlane.app.audit.time_range import MAX_LIFETIME_MS, InvalidTime
 from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings, SettingsError, variable_name

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvlane.app.audit.drift import COMPLETE
-from kvlane.app.audit.fleet_status import TopicRow
-from kvlane.app.audit.fleet_view import FleetView
+from kvlane.app.audit.fleet.fleet_status import TopicRow
+from kvlane.app.audit.fleet.fleet_view import FleetView
 from kvlane.indexer.epochs import CacheId
 from kvlane.streams.kafka.broker_state import BrokerState
 from kvlane.streams.kafka.provision import TopicState

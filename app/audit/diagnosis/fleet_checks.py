@@ -15,14 +15,14 @@ from kvlane.app.audit.diagnosis.facts import (
 )
 from kvlane.app.audit.diagnosis.findings import Finding, finding
 from kvlane.app.audit.drift import MAX_ERROR_BLOCKS
-from kvlane.app.audit.fleet_rows import (
+from kvlane.app.audit.fleet.fleet_rows import (
     lane_rows,
     model_rows,
     open_requests_of,
     routing_rows,
     worker_rows,
 )
-from kvlane.app.audit.fleet_status import state_words
+from kvlane.app.audit.fleet.fleet_status import state_words
 from kvlane.app.routing.state.fleet import FleetMember
 from kvlane.streams.records import WorkerCard
 from kvlane.streams.topics import BATCH, DEAD_LETTERS, REQUESTS

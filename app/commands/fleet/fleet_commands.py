@@ -19,9 +19,9 @@ from kvlane.app.commands import kafka_client
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvlane.app.audit.fleet_reader import FleetReader
-    from kvlane.app.audit.fleet_status import FleetStatus, TopicSampler
-    from kvlane.app.audit.fleet_view import FleetView
+    from kvlane.app.audit.fleet.fleet_reader import FleetReader
+    from kvlane.app.audit.fleet.fleet_status import FleetStatus, TopicSampler
+    from kvlane.app.audit.fleet.fleet_view import FleetView
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class _Fleet:
 
 def show_workers(since: str, json: Path | None) -> None:
     """`kvlane workers` without a subcommand."""
-    from kvlane.app.audit.fleet_rows import worker_rows
+    from kvlane.app.audit.fleet.fleet_rows import worker_rows
     from kvlane.app.commands.fleet.fleet_tables import workers_table
 
     _show_rows(since, json, "workers", worker_rows, workers_table)
@@ -66,7 +66,7 @@ def show_workers(since: str, json: Path | None) -> None:
 
 def show_models(since: str, json: Path | None) -> None:
     """`kvlane models` without a subcommand."""
-    from kvlane.app.audit.fleet_rows import alias_rows, model_rows, open_requests_of
+    from kvlane.app.audit.fleet.fleet_rows import alias_rows, model_rows, open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import models_view
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def requests(
 
     - `kvlane requests --failed --json -`
     """
-    from kvlane.app.audit.fleet_rows import ended_requests_of, open_requests_of
+    from kvlane.app.audit.fleet.fleet_rows import ended_requests_of, open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import ended_view, open_table
 
     if slow and failed:
@@ -141,8 +141,8 @@ def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
 
     - `kvlane queue --json - | jq '[.lanes[].queued] | add'`
     """
-    from kvlane.app.audit.fleet_reader import open_jobs
-    from kvlane.app.audit.fleet_rows import job_rows, lane_rows, open_requests_of, wait_rows
+    from kvlane.app.audit.fleet.fleet_reader import open_jobs
+    from kvlane.app.audit.fleet.fleet_rows import job_rows, lane_rows, open_requests_of, wait_rows
     from kvlane.app.commands.fleet.fleet_tables import queue_view
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
 
     - `kvlane status --json - | jq '.alarms[]'`
     """
-    from kvlane.app.audit.fleet_rows import open_requests_of
-    from kvlane.app.audit.fleet_status import fleet_status
+    from kvlane.app.audit.fleet.fleet_rows import open_requests_of
+    from kvlane.app.audit.fleet.fleet_status import fleet_status
     from kvlane.app.commands.fleet.fleet_tables import status_view
 
     async def read(fleet: _Fleet) -> FleetStatus:
@@ -202,8 +202,8 @@ def top(*, since: SinceOption = "-1m") -> None:
 
     - `kvlane top --since -10m | head -40`: one frame
     """
-    from kvlane.app.audit.fleet_rows import open_requests_of, worker_rows
-    from kvlane.app.audit.fleet_status import fleet_status
+    from kvlane.app.audit.fleet.fleet_rows import open_requests_of, worker_rows
+    from kvlane.app.audit.fleet.fleet_status import fleet_status
     from kvlane.app.commands.fleet.fleet_tables import open_table, status_view, workers_table
     from kvlane.app.commands.fleet.live_screen import show_live
 
@@ -240,8 +240,8 @@ def _show_rows(
 def _read(since: str, read: Callable[[_Fleet], Awaitable[T]], *, samples: bool = False) -> T:
     """The result of `read` for the fleet since a time. `samples`: it uses the sampler, which needs
     the right to describe all topics."""
-    from kvlane.app.audit.fleet_reader import reading_fleet
-    from kvlane.app.audit.fleet_status import TopicSampler
+    from kvlane.app.audit.fleet.fleet_reader import reading_fleet
+    from kvlane.app.audit.fleet.fleet_status import TopicSampler
     from kvlane.app.settings import Settings
     from kvlane.streams.clock import SystemClock
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvlane.app.audit.fleet_reader import FleetReader, reading_fleet
-from kvlane.app.audit.fleet_rows import (
+from kvlane.app.audit.fleet.fleet_reader import FleetReader, reading_fleet
+from kvlane.app.audit.fleet.fleet_rows import (
     EndedShown,
     ended_requests_of,
     job_rows,
@@ -25,7 +25,7 @@ from kvlane.app.audit.fleet_rows import (
     wait_rows,
     worker_rows,
 )
-from kvlane.app.audit.fleet_status import FleetStatus, TopicSampler, fleet_status
+from kvlane.app.audit.fleet.fleet_status import FleetStatus, TopicSampler, fleet_status
 from kvlane.app.audit.timeline import explain_request, timeline_json
 from kvlane.app.audit.waits import explain_wait
 from kvlane.app.http.console.recent_activity import RecentActivity, decision_rows

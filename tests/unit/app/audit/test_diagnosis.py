@@ -27,7 +27,7 @@ from kvlane.app.audit.diagnosis.facts import (
 from kvlane.app.audit.diagnosis.findings import KINDS
 from kvlane.app.audit.diagnosis.fleet_checks import check_processes
 from kvlane.app.audit.drift import MIN_RUNS
-from kvlane.app.audit.fleet_status import TopicRow
+from kvlane.app.audit.fleet.fleet_status import TopicRow
 from kvlane.app.settings import Settings
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka.broker_state import BrokerState

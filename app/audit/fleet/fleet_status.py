@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from kvlane.app.audit.fleet_reader import FleetReader
-from kvlane.app.audit.fleet_rows import (
+from kvlane.app.audit.fleet.fleet_reader import FleetReader
+from kvlane.app.audit.fleet.fleet_rows import (
     LaneRow,
     ModelRow,
     RequestRow,

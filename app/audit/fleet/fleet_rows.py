@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvlane.app.audit.fleet_view import FleetView, RequestFacts
+from kvlane.app.audit.fleet.fleet_view import FleetView, RequestFacts
 from kvlane.app.audit.waits import ReportedWait
 from kvlane.app.preprocess.models.model_aliases import ModelAliases
 from kvlane.app.routing.state.fleet import FleetMember, PlacedOrder

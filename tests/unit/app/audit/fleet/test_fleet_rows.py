@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvlane.app.audit import fleet_view
 from kvlane.app.audit.drift import MIN_RUNS
-from kvlane.app.audit.fleet_rows import (
+from kvlane.app.audit.fleet import fleet_view
+from kvlane.app.audit.fleet.fleet_rows import (
     LaneRow,
     ModelRow,
     lane_rows,

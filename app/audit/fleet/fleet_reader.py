@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from kvlane.app.audit.fleet_view import SOURCES, FleetView, OnEnded
+from kvlane.app.audit.fleet.fleet_view import SOURCES, FleetView, OnEnded
 from kvlane.app.audit.time_range import InvalidTime, parse_range
 from kvlane.app.batches.batch_log import BatchView
 from kvlane.streams.clock import BrokerClock, Clock
