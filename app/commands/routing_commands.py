@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from kvlane.app.audit.fleet.fleet_rows import RoutingRow
+    from kvlane.app.audit.fleet.routing_rows import RoutingRow
     from kvlane.app.audit.recompute import ShadowRow
     from kvlane.app.routing.state.fleet import Fleet, PlacedOrder
     from kvlane.streams.clock import Clock
@@ -195,7 +195,7 @@ async def _settled(log: Log, clock: Clock, fleet: Fleet, before: PlacedOrder | N
 
 
 async def _rows(log: Log, clock: Clock, fleet: Fleet) -> list[RoutingRow]:
-    from kvlane.app.audit.fleet.fleet_rows import routing_rows
+    from kvlane.app.audit.fleet.routing_rows import routing_rows
     from kvlane.app.audit.waits import read_reports
 
     reports = await read_reports(log, clock)

@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvlane.app.audit.fleet.fleet_reader import FleetReader, reading_fleet
-from kvlane.app.audit.fleet.fleet_rows import ended_requests_of, open_requests_of, worker_rows
 from kvlane.app.audit.fleet.fleet_status import FleetStatus, TopicSampler, fleet_status
+from kvlane.app.audit.fleet.request_rows import ended_requests_of, open_requests_of
+from kvlane.app.audit.fleet.worker_rows import worker_rows
 from kvlane.app.audit.time_range import InvalidTime
 from kvlane.app.cli import app
 from kvlane.streams.clock import SystemClock

@@ -6,14 +6,9 @@ from typing import Any
 
 from kvlane.app.audit.diagnosis.facts import WorkerEvents
 from kvlane.app.audit.fleet import fleet_view
-from kvlane.app.audit.fleet.fleet_rows import (
-    RequestRow,
-    WorkerRow,
-    ended_requests_of,
-    open_requests_of,
-    worker_rows,
-)
 from kvlane.app.audit.fleet.fleet_view import FleetView
+from kvlane.app.audit.fleet.request_rows import RequestRow, ended_requests_of, open_requests_of
+from kvlane.app.audit.fleet.worker_rows import WorkerRow, worker_rows
 from kvlane.streams.codecs import AnyRecord, pack_tokens
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (

@@ -15,14 +15,12 @@ from kvlane.app.audit.diagnosis.facts import (
 )
 from kvlane.app.audit.diagnosis.findings import Finding, finding
 from kvlane.app.audit.drift import MAX_ERROR_BLOCKS
-from kvlane.app.audit.fleet.fleet_rows import (
-    lane_rows,
-    model_rows,
-    open_requests_of,
-    routing_rows,
-    worker_rows,
-)
 from kvlane.app.audit.fleet.fleet_status import state_words
+from kvlane.app.audit.fleet.model_rows import model_rows
+from kvlane.app.audit.fleet.queue_rows import lane_rows
+from kvlane.app.audit.fleet.request_rows import open_requests_of
+from kvlane.app.audit.fleet.routing_rows import routing_rows
+from kvlane.app.audit.fleet.worker_rows import worker_rows
 from kvlane.app.routing.state.fleet import FleetMember
 from kvlane.streams.records import WorkerCard
 from kvlane.streams.topics import BATCH, DEAD_LETTERS, REQUESTS

@@ -10,15 +10,10 @@ from typing import Literal
 import msgspec
 
 from kvlane.app.audit.fleet.fleet_reader import FleetReader
-from kvlane.app.audit.fleet.fleet_rows import (
-    LaneRow,
-    ModelRow,
-    RequestRow,
-    WorkerRow,
-    lane_rows,
-    model_rows,
-    worker_rows,
-)
+from kvlane.app.audit.fleet.model_rows import ModelRow, model_rows
+from kvlane.app.audit.fleet.queue_rows import LaneRow, lane_rows
+from kvlane.app.audit.fleet.request_rows import RequestRow
+from kvlane.app.audit.fleet.worker_rows import WorkerRow, worker_rows
 from kvlane.app.audit.waits import SILENCE_MS
 from kvlane.streams.clock import Clock
 from kvlane.streams.ports import Log

@@ -58,7 +58,7 @@ class _Fleet:
 
 def show_workers(since: str, json: Path | None) -> None:
     """`kvlane workers` without a subcommand."""
-    from kvlane.app.audit.fleet.fleet_rows import worker_rows
+    from kvlane.app.audit.fleet.worker_rows import worker_rows
     from kvlane.app.commands.fleet.fleet_tables import workers_table
 
     _show_rows(since, json, "workers", worker_rows, workers_table)
@@ -66,7 +66,8 @@ def show_workers(since: str, json: Path | None) -> None:
 
 def show_models(since: str, json: Path | None) -> None:
     """`kvlane models` without a subcommand."""
-    from kvlane.app.audit.fleet.fleet_rows import alias_rows, model_rows, open_requests_of
+    from kvlane.app.audit.fleet.model_rows import alias_rows, model_rows
+    from kvlane.app.audit.fleet.request_rows import open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import models_view
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def requests(
 
     - `kvlane requests --failed --json -`
     """
-    from kvlane.app.audit.fleet.fleet_rows import ended_requests_of, open_requests_of
+    from kvlane.app.audit.fleet.request_rows import ended_requests_of, open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import ended_view, open_table
 
     if slow and failed:
@@ -142,7 +143,8 @@ def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
     - `kvlane queue --json - | jq '[.lanes[].queued] | add'`
     """
     from kvlane.app.audit.fleet.fleet_reader import open_jobs
-    from kvlane.app.audit.fleet.fleet_rows import job_rows, lane_rows, open_requests_of, wait_rows
+    from kvlane.app.audit.fleet.queue_rows import job_rows, lane_rows, wait_rows
+    from kvlane.app.audit.fleet.request_rows import open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import queue_view
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
@@ -176,8 +178,8 @@ def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
 
     - `kvlane status --json - | jq '.alarms[]'`
     """
-    from kvlane.app.audit.fleet.fleet_rows import open_requests_of
     from kvlane.app.audit.fleet.fleet_status import fleet_status
+    from kvlane.app.audit.fleet.request_rows import open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import status_view
 
     async def read(fleet: _Fleet) -> FleetStatus:
@@ -202,8 +204,9 @@ def top(*, since: SinceOption = "-1m") -> None:
 
     - `kvlane top --since -10m | head -40`: one frame
     """
-    from kvlane.app.audit.fleet.fleet_rows import open_requests_of, worker_rows
     from kvlane.app.audit.fleet.fleet_status import fleet_status
+    from kvlane.app.audit.fleet.request_rows import open_requests_of
+    from kvlane.app.audit.fleet.worker_rows import worker_rows
     from kvlane.app.commands.fleet.fleet_tables import open_table, status_view, workers_table
     from kvlane.app.commands.fleet.live_screen import show_live
 

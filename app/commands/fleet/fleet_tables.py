@@ -13,8 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvlane.app.audit.fleet.fleet_rows import JobRow, LaneRow, RequestRow, WaitRow
 from kvlane.app.audit.fleet.fleet_status import Alarm, FleetStatus, TopicRow
+from kvlane.app.audit.fleet.queue_rows import JobRow, LaneRow, WaitRow
+from kvlane.app.audit.fleet.request_rows import RequestRow
 from kvlane.app.audit.time_range import format_time
 from kvlane.app.commands.console import escape_control
 

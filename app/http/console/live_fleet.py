@@ -16,16 +16,10 @@ from typing import Any, Literal
 import msgspec
 
 from kvlane.app.audit.fleet.fleet_reader import FleetReader, reading_fleet
-from kvlane.app.audit.fleet.fleet_rows import (
-    EndedShown,
-    ended_requests_of,
-    job_rows,
-    lane_rows,
-    open_requests_of,
-    wait_rows,
-    worker_rows,
-)
 from kvlane.app.audit.fleet.fleet_status import FleetStatus, TopicSampler, fleet_status
+from kvlane.app.audit.fleet.queue_rows import job_rows, lane_rows, wait_rows
+from kvlane.app.audit.fleet.request_rows import EndedShown, ended_requests_of, open_requests_of
+from kvlane.app.audit.fleet.worker_rows import worker_rows
 from kvlane.app.audit.timeline import explain_request, timeline_json
 from kvlane.app.audit.waits import explain_wait
 from kvlane.app.http.console.recent_activity import RecentActivity, decision_rows

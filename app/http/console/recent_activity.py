@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from kvlane.app.audit.cost_terms import ScoredCandidate, reasons_for
-from kvlane.app.audit.fleet.fleet_rows import COMPLETED, RequestRow, WorkerRow
 from kvlane.app.audit.fleet.fleet_view import RequestFacts
+from kvlane.app.audit.fleet.request_rows import COMPLETED, RequestRow
+from kvlane.app.audit.fleet.worker_rows import WorkerRow
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Assigned, LogRecord
 from kvlane.streams.topics import LEDGER

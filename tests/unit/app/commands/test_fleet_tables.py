@@ -7,7 +7,8 @@ from io import StringIO
 import msgspec
 from rich.console import Console, RenderableType
 
-from kvlane.app.audit.fleet.fleet_rows import RequestRow, WorkerRow
+from kvlane.app.audit.fleet.request_rows import RequestRow
+from kvlane.app.audit.fleet.worker_rows import WorkerRow
 from kvlane.app.commands.fleet.fleet_tables import ended_view, open_table, workers_table
 
 WORKER = WorkerRow(

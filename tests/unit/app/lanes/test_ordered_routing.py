@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.app.audit.fleet.fleet_rows import RoutingOf, routing_rows
+from kvlane.app.audit.fleet.routing_rows import RoutingOf, routing_rows
 from kvlane.app.configuration.router_settings import ORDERED_SETTINGS
 from kvlane.app.lanes.context import queue_config
 from kvlane.app.lanes.ordered_routing import MAX_PROBLEM_CHARS, OrderedRouting

@@ -8,14 +8,9 @@ import pytest
 
 from kvlane.app.audit.drift import MIN_RUNS
 from kvlane.app.audit.fleet import fleet_view
-from kvlane.app.audit.fleet.fleet_rows import (
-    LaneRow,
-    ModelRow,
-    lane_rows,
-    model_rows,
-    open_requests_of,
-    wait_rows,
-)
+from kvlane.app.audit.fleet.model_rows import ModelRow, model_rows
+from kvlane.app.audit.fleet.queue_rows import LaneRow, lane_rows, wait_rows
+from kvlane.app.audit.fleet.request_rows import open_requests_of
 from kvlane.streams.records import (
     Candidate,
     Cordon,
