@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvlane.app.audit.fleet.routing_rows import RoutingRow
-    from kvlane.app.audit.recompute import ShadowRow
+    from kvlane.app.audit.shadow import ShadowRow
     from kvlane.app.routing.state.fleet import Fleet, PlacedOrder
     from kvlane.streams.clock import Clock
     from kvlane.streams.ports import Log, Partition
@@ -205,7 +205,7 @@ async def _rows(log: Log, clock: Clock, fleet: Fleet) -> list[RoutingRow]:
 
 async def _shadow(texts: list[str], since: str, json: Path | None) -> None:
     from kvlane.app.audit.fleet.fleet_reader import reading_fleet
-    from kvlane.app.audit.recompute import SHADOWED, Shadow
+    from kvlane.app.audit.shadow import SHADOWED, Shadow
     from kvlane.app.commands.fleet.live_screen import show_live
     from kvlane.app.lanes.context import routing_config
     from kvlane.app.settings import Settings, settings_with_order
