@@ -21,7 +21,7 @@ from kvlane.app.http.api_errors import ApiError, invalid_request
 from kvlane.app.http.batches.listing import json_response, list_response, page_of, translated
 from kvlane.app.http.openai.completions import parse_body
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
-from kvlane.app.http.server.authentication import Caller, caller_of
+from kvlane.app.http.server.caller import Caller, caller_of
 from kvlane.app.http.server.middleware import BodyLimiter
 from kvlane.app.preprocess.thread_pool import run_cooperatively
 from kvlane.streams.record_types.batch_records import BatchCancel, BatchEndpoint, BatchJob

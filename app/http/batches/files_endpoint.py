@@ -18,7 +18,7 @@ from kvlane.app.http.api_errors import ApiError, invalid_request
 from kvlane.app.http.batches.listing import json_response, list_response, page_of, translated
 from kvlane.app.http.batches.multipart_upload import MultipartBody, multipart_body
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
-from kvlane.app.http.server.authentication import Caller, caller_of
+from kvlane.app.http.server.caller import Caller, caller_of
 from kvlane.app.http.server.middleware import TenantSlots
 from kvlane.streams.record_types.batch_records import FileCard, FilePurpose
 from kvlane.streams.topics import FILE_RETENTION_MS

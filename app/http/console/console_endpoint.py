@@ -22,7 +22,7 @@ from starlette.responses import RedirectResponse, Response
 from kvlane.app.http.api_errors import ApiError, invalid_request
 from kvlane.app.http.batches.listing import translated
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
-from kvlane.app.http.server.authentication import caller_of
+from kvlane.app.http.server.caller import caller_of
 from kvlane.app.http.server.middleware import TenantSlots
 from kvlane.app.http.server.probes import JSON
 from kvlane.app.preprocess.thread_pool import WorkPool

@@ -20,7 +20,7 @@ from kvlane.app.http.openai.logprobs import TokenText
 from kvlane.app.http.openai.merged_replies import publish_and_read
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
-from kvlane.app.http.server.authentication import Caller, caller_of
+from kvlane.app.http.server.caller import Caller, caller_of
 from kvlane.app.http.server.middleware import BodyLimiter, Hold
 from kvlane.app.preprocess.json_limits import check_size, json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model

@@ -23,7 +23,7 @@ from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from kvlane.app.http.openai.merged_replies import MergedReplies, ResumedReply, resume_replies
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
-from kvlane.app.http.server.authentication import caller_of
+from kvlane.app.http.server.caller import caller_of
 from kvlane.app.preprocess.requests.request_models import MAX_CHOICES
 from kvlane.streams.errors import StreamError
 from kvlane.streams.ids import issued_ms

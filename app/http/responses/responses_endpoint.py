@@ -30,7 +30,7 @@ from kvlane.app.http.responses.stored_responses import (
     item_objects,
     unknown_response,
 )
-from kvlane.app.http.server.authentication import Caller, caller_of
+from kvlane.app.http.server.caller import Caller, caller_of
 from kvlane.app.http.server.middleware import BodyLimiter, Hold
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.streams.errors import StreamError

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from kvlane.app.access import quota
+from kvlane.app.access import api_key_store, quota
 from kvlane.app.batches import batch_log
 from kvlane.app.http.batches import files_endpoint
 from kvlane.app.http.openai import stream_resume
-from kvlane.app.http.server import authentication
+from kvlane.app.http.server import authentication, caller
 from kvlane.app.lanes import admission, owner
 from kvlane.app.prompts import prompt_credit, prompt_source
 from kvlane.app.routing.selection import eligibility
@@ -129,7 +129,7 @@ def no_objections() -> Iterator[Replacement]:
 
 
 def revoked_keys_are_kept() -> Iterator[Replacement]:
-    yield authentication.ApiKeyStore, "_take", lambda *_: None
+    yield api_key_store.ApiKeyStore, "_take", lambda *_: None
 
 
 def streams_are_read_by_any_tenant() -> Iterator[Replacement]:
@@ -140,7 +140,7 @@ def tenants_share_sessions_and_caches() -> Iterator[Replacement]:
     def with_tenant(self: Any, request: Any, _: Any) -> Any:
         return msgspec.structs.replace(request, tenant=self.tenant)
 
-    yield authentication.Caller, "with_tenant", with_tenant
+    yield caller.Caller, "with_tenant", with_tenant
 
 
 def ended_requests_count_on() -> Iterator[Replacement]:
