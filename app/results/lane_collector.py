@@ -227,6 +227,7 @@ REQUESTS_WAIT_S = 0.25
 """Time for the requests of a poll: setting a lane aside costs new fetches."""
 REQUESTS_POLL_S = 0.01
 ASIDE_POLL_S = 0.1
+NO_LANES_POLL_S = 0.1
 
 
 class _WaitingRecords(NamedTuple):
@@ -251,7 +252,9 @@ class LaneReader:
             while True:
                 self._apply_waiting()
                 if not self._assign(reader):
-                    await self._context.ctx.clock.sleep(REQUESTS_POLL_S)
+                    is_idle = all(lane.position is None for lane in self._lanes.values())
+                    pause_s = NO_LANES_POLL_S if is_idle else REQUESTS_POLL_S
+                    await self._context.ctx.clock.sleep(pause_s)
                     continue
                 try:
                     timeout_s = ASIDE_POLL_S if self._aside else IDLE_POLL_S

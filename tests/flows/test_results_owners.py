@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 import pytest
@@ -19,7 +20,8 @@ from kvlane.streams.request import ReplyAddress
 from kvlane.streams.topics import RESPONSES, RESULTS
 from tests.flows.test_results_replies import HOUR_MS, collector
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from workbench.testing.virtual_time import VirtualClock
+from tests.harness.results_harness import ResultsHarness
+from workbench.testing.virtual_time import VirtualClock, VirtualLoop
 
 
 @contextmanager
@@ -167,3 +169,16 @@ async def test_clocks_of_brokers_that_differ_lose_and_double_no_result(
     found = await results.wait_results(6)
     texts = {r.id: (r.body or {})["choices"][0]["text"] for r in found}
     assert texts == dict.fromkeys("abc", "x") | dict.fromkeys("def", "yz")
+
+
+@partial(scenario_test, lanes=1)
+async def test_collector_without_lanes_seldom_wakes_up(world: MemoryWorld) -> None:
+    results = ResultsHarness(world)
+    await results.start("owner")
+    async with asyncio.timeout(60):
+        await results.start("idle")
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    begun = loop.steps
+    await world.sleep(60)
+    assert (loop.steps - begun) / 60 < 100, "callbacks a second of both"
