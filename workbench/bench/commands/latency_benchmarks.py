@@ -29,6 +29,18 @@ def router_latency() -> Benchmark:
 
 
 @benchmark(app)
+def observers() -> Benchmark:
+    """CPU of the router while the console and `kvlane top` look at it: 64 workers, 500 requests/s.
+
+    Rounds alone and with both, in turns, on Kafka; then the console's memory while its page stays
+    open. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from workbench.bench.routing.observers import FULL, QUICK, bench_observers
+
+    return Benchmark(bench_observers, QUICK, FULL)
+
+
+@benchmark(app)
 def tokens() -> Benchmark:
     """CPU time and added latency of a token from worker to client, on Kafka.
 
