@@ -115,6 +115,7 @@ class BilledRequest(msgspec.Struct):
             run.base_tokens, run.prompt_tokens = record.base_tokens, record.prompt_tokens
         elif isinstance(record, Started):
             run.has_begun = True
+            self.account = record.account or self.account
             run.prompt_tokens = run.prompt_tokens or record.prompt_tokens
         elif isinstance(record, PrefillDone):
             run.has_begun = run.has_computed = True

@@ -293,7 +293,7 @@ class RunExecutor:
             run=run.run_id, origin=assignment.origin,
             responses_from=assignment.responses_from, deadline_ms=assignment.deadline_ms,
             prompt_tokens=assignment.request.prompt_tokens,
-            is_prompt=assignment.request.queued_ms > 0,
+            is_prompt=assignment.request.queued_ms > 0, account=assignment.request.account,
         )  # fmt: skip
         try:
             await self._publisher.publish(LEDGER, request_id, started, until=run.deadline_at)

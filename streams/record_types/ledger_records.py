@@ -172,7 +172,8 @@ class Assigned(RunRecord, frozen=True):
 
 @final
 class Started(RunRecord, frozen=True):
-    """A worker has begun the run, after any wait there; acknowledged before its first Chunk."""
+    """A worker has begun the run, after any wait there; acknowledged before its first Chunk.
+    `account`: also in `Assigned`, which a router may not live to append."""
 
     run: int
     origin: RequestOffset
@@ -180,6 +181,7 @@ class Started(RunRecord, frozen=True):
     deadline_ms: int
     prompt_tokens: int = 0
     is_prompt: bool = False
+    account: Account | None = None
 
 
 @final

@@ -464,6 +464,19 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             "65a23566a464656d6fa161a56261746368a463686174"
         ),
     ),
+    (
+        r.Started(
+            id="job-17", attempt=0, phase="aggregated", worker="w1", epoch=12, run=7,
+            origin=ORIGIN, responses_from=3, deadline_ms=9, account=ACCOUNT,
+        ),
+        bytes.fromhex(
+            "8aa26964a66a6f622d3137a7617474656d707400a57068617365aa61676772656761746564a6776f"
+            "726b6572a27731a565706f63680ca372756e07a66f726967696e83a5746f706963a8726571756573"
+            "7473a9706172746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d03ab"
+            "646561646c696e655f6d7309a76163636f756e7496a461636d65a23566a464656d6fa161a5626174"
+            "6368a463686174"
+        ),
+    ),
     (r.Ended(id="job-17", code="queue_full", account=ACCOUNT), bytes.fromhex(
             "83a26964a66a6f622d3137a4636f6465aa71756575655f66756c6ca76163636f756e7496a461636d"
             "65a23566a464656d6fa161a56261746368a463686174"

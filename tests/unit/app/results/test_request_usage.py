@@ -25,7 +25,7 @@ from kvlane.streams.records import (
 )
 
 ACCOUNT = Account("acme", "5f", "demo", "lora", "batch", "chat")
-BEGUN = {
+BEGUN: dict[str, Any] = {
     "origin": RequestOffset(topic="requests", partition=0, offset=7),
     "responses_from": 40, "deadline_ms": 9_000_000, "prompt_tokens": 100,
 }  # fmt: skip
@@ -126,6 +126,13 @@ def test_answer_is_counted_from_its_begin_where_a_decision_has_no_record() -> No
     (history,) = ledger.lane.ready(100 * ledger.count + REPORT_WAIT_MS)
     assert (history.needs_count, history.answer_start) == (True, AnswerStart(0, 0, 40))
     assert history.usage(ShownAnswer(12, "")).output_tokens == 12
+
+
+def test_account_is_that_of_the_worker_where_a_decision_has_no_record() -> None:
+    ledger = Ledger()
+    ledger.append(Started(**run(), **BEGUN, run=1, account=ACCOUNT), Ended(id="a", code="seen"))
+    (usage,) = ledger.usage(REPORT_WAIT_MS + 1)
+    assert (usage.tenant, usage.key_id) == ("acme", "5f")
 
 
 def test_cancelled_run_without_a_decision_is_counted_too() -> None:
