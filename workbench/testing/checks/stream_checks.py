@@ -24,6 +24,7 @@ from kvlane.streams.codecs import AnyRecord, decode, unpack_tokens
 from kvlane.streams.errors import RecordError
 from kvlane.streams.memory.partition_log import MemoryRecord
 from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import Phase
 from kvlane.streams.records import (
     Assigned,
     Cancel,
@@ -248,8 +249,8 @@ def _run_again(world: SimulatedWorld) -> Iterator[str]:
     """
     for lane in range(world.parameters.lanes):
         ended_ms: dict[str, int] = {}
-        begun: set[tuple[str, RequestOffset]] = set()
-        decisions: dict[tuple[str, RequestOffset], Assigned] = {}
+        begun: set[tuple[str, RequestOffset, Phase]] = set()
+        decisions: dict[tuple[str, RequestOffset, Phase], Assigned] = {}
         for raw in world.all_records(LEDGER, lane):
             record = decode_or_none(raw)
             if isinstance(record, Ended) or (
@@ -257,9 +258,9 @@ def _run_again(world: SimulatedWorld) -> Iterator[str]:
             ):
                 ended_ms.setdefault(record.id, raw.timestamp)
             elif isinstance(record, Started) and record.id not in ended_ms:
-                begun.add((record.id, record.origin))
+                begun.add((record.id, record.origin, record.phase))
             elif isinstance(record, Assigned) and record.attempt == 0:
-                run = (record.id, record.origin)
+                run = (record.id, record.origin, record.phase)
                 is_late_append = decisions.setdefault(run, record) == record and run in begun
                 if record.id in ended_ms and not is_late_append:
                     late_s = (raw.timestamp - ended_ms[record.id]) / 1000
