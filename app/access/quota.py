@@ -9,9 +9,9 @@ than the share may be used.
 
 A request counts towards a budget with its prompt and its longest answer, once it has ended with the
 answer that it had, and from its record of usage on by what was billed for (`budgets.py`): so what
-gateways know counts while collectors are away. A request that may need more than is left of a
-budget runs alone: so a budget is exceeded by at most one request over all gateways. Not counted
-before it is billed is what one gateway alone knew, and was killed.
+gateways know counts while collectors are away, until the end of the period. A request that may
+need more than is left of a budget runs alone: so a budget is exceeded by at most one request over
+all gateways. Not counted before it is billed is what one gateway alone knew, and was killed.
 """
 
 from __future__ import annotations
@@ -130,12 +130,14 @@ class TenantQuota:
         self._budget_use: Mapping[TenantLimit, BudgetUse] = {}
         self._reserved: dict[str, int] = {}
         """Tokens by the id of the request, until its usage is read."""
-        self._ended: dict[str, None] = {}
-        """Those with the tokens that they had."""
+        self._ended: dict[str, set[TenantLimit]] = {}
+        """Those with the tokens that they had, and the budgets that they count towards."""
         self._left_s: dict[str, float] = {}
         """Those of which no end is known, and since when."""
-        self._ended_tokens = self._unknown_tokens = 0
-        """Of requests that have ended; of those among them without an id."""
+        self._ended_tokens = dict.fromkeys(BUDGETS, 0)
+        """Of requests that have ended in the period, and are not billed."""
+        self._unknown_tokens = dict.fromkeys(BUDGETS, 0)
+        """Of those among them without an id."""
         self.logged_s = -math.inf
         self._at_s = now_s
         self.set_limits(limits, now_s)
@@ -168,11 +170,23 @@ class TenantQuota:
         return any(budget is not None for budget in self._budgets.values())
 
     def set_budget_use(self, used: Mapping[TenantLimit, BudgetUse]) -> None:
-        """Set what was billed of the budgets; the rest is what gateways divide."""
+        """Set what was billed of the budgets; the rest is what gateways divide. What has ended in
+        the period before counts no more, billed or not."""
+        for limit, use in used.items():
+            if use.until_ms > self._budget_use.get(limit, use).until_ms:
+                self._begin_period(limit)
         self._budget_use = used
         for limit, budget in self._budgets.items():
             tokens = used.get(limit, _NO_USE).tokens
             self.most[limit] = None if budget is None else max(0, budget - tokens)
+
+    def _begin_period(self, limit: TenantLimit) -> None:
+        self.used[limit] -= self._ended_tokens[limit]
+        self._ended_tokens[limit] = self._unknown_tokens[limit] = 0
+        for request_id, limits in list(self._ended.items()):
+            limits.discard(limit)
+            if not limits:
+                self._drop(request_id)
 
     def limited(self) -> Iterator[tuple[TenantLimit, int]]:
         return ((limit, most) for limit, most in self.most.items() if most is not None)
@@ -231,7 +245,7 @@ class TenantQuota:
         return QuotaRefusal(limit, message, again_s, lacks_share)
 
     def _budget_refusal(self, limit: TenantLimit, more: int, most: int) -> QuotaRefusal | None:
-        left, period = most - self._ended_tokens, BUDGETS[limit]
+        left, period = most - self._ended_tokens[limit], BUDGETS[limit]
         use = self._budget_use.get(limit, _NO_USE)
         if left <= 0:
             begin = datetime.fromtimestamp(use.until_ms / 1000, UTC).isoformat(" ", "minutes")[:16]
@@ -263,40 +277,40 @@ class TenantQuota:
             self._left_s[request.id] = now_s
             return
         tokens = request.prompt_tokens + answer.counted_tokens
-        self._use_budgets(tokens - reserved)
-        self._ended_tokens += tokens
+        for limit in BUDGETS:
+            self.used[limit] += tokens - reserved
+            self._ended_tokens[limit] += tokens
         self._reserved[request.id] = tokens
-        self._ended[request.id] = None
+        self._ended[request.id] = set(BUDGETS)
         if len(self._ended) > MAX_RESERVATIONS:
             first = next(iter(self._ended))
-            del self._ended[first]
-            self._unknown_tokens += self._reserved.pop(first)
+            tokens = self._reserved.pop(first)
+            for limit in self._ended.pop(first):
+                self._unknown_tokens[limit] += tokens
 
     def bill(self, request_id: str, tokens: int, limits: Sequence[TenantLimit]) -> None:
         """The usage of a request of any gateway was read. `limits`: the budgets that it counts
         towards."""
+        counted = dict.fromkeys(BUDGETS, tokens)
         if request_id in self._reserved:
             self._drop(request_id)
         else:
-            tokens = min(tokens, self._unknown_tokens)
-            self._unknown_tokens -= tokens
-            self._ended_tokens -= tokens
-            self._use_budgets(-tokens)
+            for limit, unknown in self._unknown_tokens.items():
+                counted[limit] = min(tokens, unknown)
+                self._unknown_tokens[limit] -= counted[limit]
+                self._ended_tokens[limit] -= counted[limit]
+                self.used[limit] -= counted[limit]
         for limit in limits:
-            self.held[limit] = max(0, self.held[limit] - tokens)
-            self.billed[limit] += tokens
+            self.held[limit] = max(0, self.held[limit] - counted[limit])
+            self.billed[limit] += counted[limit]
 
     def _drop(self, request_id: str) -> None:
-        tokens = self._reserved.pop(request_id)
-        self._use_budgets(-tokens)
+        tokens, ended = self._reserved.pop(request_id), self._ended.pop(request_id, None)
         self._left_s.pop(request_id, None)
-        if request_id in self._ended:
-            del self._ended[request_id]
-            self._ended_tokens -= tokens
-
-    def _use_budgets(self, tokens: int) -> None:
-        for limit in BUDGETS:
-            self.used[limit] += tokens
+        for limit in BUDGETS if ended is None else ended:
+            self.used[limit] -= tokens
+            if ended is not None:
+                self._ended_tokens[limit] -= tokens
 
     def headers(self, now_s: float) -> Iterable[tuple[str, str]]:
         self.settle(now_s)

@@ -247,8 +247,30 @@ def test_used_up_budget_names_its_next_begin() -> None:
     both = gateway.used_up()
     assert both is not None
     assert both.limit is DAY
-    gateway.update(NOW_MS + DAY_MS * 3)  # the request is not billed yet
-    assert gateway.used_up() is not None
+
+
+def test_request_that_is_not_billed_counts_until_the_end_of_a_period() -> None:
+    """Its usage may never be written: collectors were away for longer than the ledger is kept."""
+    gateway = Gateway(tokens_per_day=50, tokens_per_month=50)
+    lease = gateway.begin("r", 50)
+    assert lease is not None
+    lease.answers = [Answer(49)]
+    lease.release(0.0)
+    next_day = NOW_MS + DAY_MS
+    gateway.update(next_day)
+    refusal = gateway.used_up()
+    assert refusal is not None
+    assert refusal.limit is MONTH
+    next_month = NOW_MS + 3 * DAY_MS
+    gateway.update(next_month)
+    assert gateway.used_up() is None
+    assert gateway.quota.is_idle
+    late = gateway.begin("s", 20)
+    assert late is not None
+    gateway.quota.bill("r", 50, [])
+    late.answers = [Answer(19)]
+    late.release(0.0)
+    assert gateway.quota.used[DAY] == gateway.quota.used[MONTH] == 20
 
 
 def test_request_without_usage_counts_for_a_minute() -> None:
@@ -264,13 +286,16 @@ def test_request_without_usage_counts_for_a_minute() -> None:
 
 def test_requests_that_are_not_billed_for_long_still_count() -> None:
     budget = 2 * (MAX_RESERVATIONS + 100)
-    gateway = Gateway(tokens_per_day=budget)
+    gateway = Gateway(tokens_per_day=budget, tokens_per_month=budget)
     for n in range(budget // 2):
         lease = gateway.begin(str(n), 2)
         assert lease is not None
         lease.answers = [Answer(1)]
         lease.release(0.0)
     assert gateway.used_up() is not None
+    gateway.update(NOW_MS + DAY_MS)
+    assert gateway.quota.used[DAY] == 0
+    assert gateway.quota.used[MONTH] == budget
     for n in range(budget // 2):
         gateway.quota.bill(str(n), 2, [DAY, MONTH])
     assert gateway.quota.is_idle
