@@ -3,7 +3,7 @@ towards their budgets (`tokens_per_day`, `tokens_per_month`). Pure.
 
 Days and months are those of the calendar in UTC. A request counts in the period of its end, by the
 append time of the ledger, with all tokens of its prompt and its answer, from every source: HTTP,
-Kafka, batches. Bound: one sum for each tenant with a key, period and lane.
+Kafka, batches. Bound: one sum for each tenant with a key or among `MAX_OTHERS`, period and lane.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from kvlane.app.access.quota import BUDGETS, BudgetUse, TenantLimit
+from kvlane.streams.clock import CLOCK_SKEW_MS
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import LogRecord, RequestUsage
 from kvlane.streams.topics import DAY_MS
+
+MAX_OTHERS = 1000
+"""Tenants without a key whose usage is kept, since they may get one; clients of Kafka name any."""
 
 
 def period_at(limit: TenantLimit, at_ms: int) -> range:
@@ -33,12 +37,13 @@ def billed_tokens(usage: RequestUsage) -> int:
 
 
 class TenantUsage:
-    """A `FollowedView` of `usage`. `is_counted`: whether a tenant's usage is kept."""
+    """A `FollowedView` of `usage`. `has_key`: whether a tenant has one now."""
 
     name = "usage of tenants"
 
-    def __init__(self, is_counted: Callable[[str], bool], now_ms: int) -> None:
-        self._is_counted = is_counted
+    def __init__(self, has_key: Callable[[str], bool], now_ms: int) -> None:
+        self._has_key = has_key
+        self._others: set[str] = set()
         self._positions: dict[Partition, int] = {}
         self._placed: dict[Partition, int] = {}
         self._read: dict[Partition, int] = {}
@@ -56,10 +61,18 @@ class TenantUsage:
             self._read[source] = log_record.offset + 1
             usage = log_record.record
             if isinstance(usage, RequestUsage) and self._is_counted(usage.tenant):
-                self.advance(usage.ended_ms)
+                self.advance(min(usage.ended_ms, log_record.timestamp_ms + CLOCK_SKEW_MS))
                 for limit in self.present_limits(usage):
                     sums = self._sums.setdefault(source, Counter())
                     sums[usage.tenant, limit] += billed_tokens(usage)
+
+    def _is_counted(self, tenant: str) -> bool:
+        if tenant in self._others or self._has_key(tenant):
+            return True
+        if not tenant or len(self._others) >= MAX_OTHERS:
+            return False
+        self._others.add(tenant)
+        return True
 
     def advance(self, now_ms: int) -> None:
         """Begin the periods of a time anew, unless a later time was given or read before."""

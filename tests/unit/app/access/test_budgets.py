@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.app.access.budgets import TenantUsage, period_at
+from kvlane.app.access.budgets import MAX_OTHERS, TenantUsage, period_at
 from kvlane.app.access.key_file import Tenant
 from kvlane.app.access.quota import (
     BUDGETS,
@@ -71,7 +71,7 @@ Given = tuple[int, str, int, int]
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 2), st.sampled_from(["acme", "globex", "none"]), st.integers(0, 99),
+            st.integers(0, 2), st.sampled_from(["acme", "globex", "late", ""]), st.integers(0, 99),
             st.integers(-3 * 24, 3 * 24),
         )
     ),
@@ -94,7 +94,7 @@ def test_used_tokens_are_the_sum_of_the_present_periods(
         source = rng.choice(list(left))
         start, records = left[source], lanes[source]
         end = rng.randint(start, len(records))
-        part = [LogRecord(n, 0, records[n]) for n in range(start, end)]
+        part = [LogRecord(n, records[n].ended_ms, records[n]) for n in range(start, end)]
         of.apply(source, part, end)
         left[source] = end
         if end == len(records):
@@ -103,13 +103,13 @@ def test_used_tokens_are_the_sum_of_the_present_periods(
             of.forget(source)
             left[source] = rng.choice((0, end))
             of.apply(source, (), left[source])
-    for tenant in ("acme", "globex", "none"):
+    for tenant in ("acme", "globex", "late", ""):
         expected = {
             limit: sum(
                 each.prompt_tokens + each.output_tokens
                 for records in lanes.values()
                 for each in records
-                if each.tenant == tenant != "none" and each.ended_ms in period_at(limit, now_ms)
+                if each.tenant == tenant != "" and each.ended_ms in period_at(limit, now_ms)
             )
             for limit in BUDGETS
         }
@@ -127,6 +127,34 @@ def test_sums_of_a_lane_stay_while_it_is_not_read() -> None:
     of.forget(lane)
     of.apply(lane, (), 5)
     assert tokens(of, "acme", NOW_MS)[DAY] == 0
+
+
+def test_usage_before_the_key_of_a_tenant_counts() -> None:
+    """Its requests came from Kafka, or its key was missing in the file for a while."""
+    tenants = {"acme"}
+    of, lane = TenantUsage(tenants.__contains__, NOW_MS), Partition(USAGE, 0)
+    of.apply(lane, (), 0)
+    of.apply(lane, [LogRecord(0, NOW_MS, usage("late", 7))], 1)
+    tenants.add("late")
+    of.apply(lane, [LogRecord(1, NOW_MS, usage("late", 3))], 2)
+    assert tokens(of, "late", NOW_MS)[MONTH] == 10
+
+
+def test_names_of_other_tenants_are_bounded() -> None:
+    of, lane = view(), Partition(USAGE, 0)
+    names = [*(f"t{n}" for n in range(MAX_OTHERS + 9)), "acme"]
+    records = [LogRecord(n, NOW_MS, usage(name, 2)) for n, name in enumerate(names)]
+    of.apply(lane, records, len(records))
+    counted = [name for name in names if tokens(of, name, NOW_MS)[DAY]]
+    assert counted == [*names[:MAX_OTHERS], "acme"]
+
+
+@pytest.mark.parametrize("ended_ms", [10**18, at_ms(2999, 1, 1), -1])
+def test_odd_end_of_a_request_begins_no_period(ended_ms: int) -> None:
+    of, lane = view(), Partition(USAGE, 0)
+    of.apply(lane, [LogRecord(0, NOW_MS, usage("acme", 7, ended_ms))], 1)
+    of.apply(lane, [LogRecord(1, NOW_MS, usage("acme", 3))], 2)
+    assert tokens(of, "acme", NOW_MS) == {DAY: 3, MONTH: 3}
 
 
 def test_view_has_read_what_another_has() -> None:
