@@ -228,21 +228,23 @@ class LaneUsage:
 
     def __init__(self, window_ms: int) -> None:
         """`window_ms`: for how long ids of ended requests are known, by the ledger's time."""
-        self.ended: dict[str, BilledRequest] = {}
-        """Requests that have ended, in the order of their ends."""
+        self.ended: dict[int, BilledRequest] = {}
+        """Requests that have ended, by their first offsets, in the order of their ends."""
         self._lane = LaneState(window_ms)
         self._loads = RunLoads(ActiveLoad(), BatchRuns())
-        self._histories: dict[str, BilledRequest] = {}
-        """Those in `ended` too, in the order of their first records."""
+        self._histories: dict[int, BilledRequest] = {}
+        """By their first offsets, in that order; those in `ended` too."""
+        self._latest: dict[str, BilledRequest] = {}
+        """By id; one that is used again after its window has several histories."""
         self._records = 0
 
-    def first_besides(self, written: Collection[str]) -> BilledRequest | None:
-        """Of all requests but these the one whose first record is the first."""
-        left = (each for each in self._histories.values() if each.id not in written)
+    def first_besides(self, written: Collection[int]) -> BilledRequest | None:
+        """Of all requests but those with these first offsets the one with the lowest."""
+        left = (each for offset, each in self._histories.items() if offset not in written)
         return next(left, None)
 
     def add_written(self, written: Mapping[str, int]) -> None:
-        """The usage of these ids is in the log: its append time in ms. Before any record."""
+        """The usage of these ids is in the log: the times of their ends. Before any record."""
         for request_id, at_ms in written.items():
             self._lane.finish(request_id, FinishedRequest("", 0, at_ms))
 
@@ -251,18 +253,15 @@ class LaneUsage:
         record = log_record.record
         if not isinstance(record, LedgerRecord):
             return
-        if (history := self.ended.get(record.id)) is not None:
-            # Its usage may be written later than the ledger knows its id.
-            if isinstance(record, Finished):
-                history.apply(record)
+        finished, history = self._lane.finished, self._latest.get(record.id)
+        if history is not None and history.end is not None and isinstance(record, Finished):
+            history.apply(record)
             return
-        finished = self._lane.finished
         if record.id in finished:
             return
-        history = self._histories.get(record.id)
-        if history is None:
+        if history is None or history.end is not None:
             history = BilledRequest(record.id, log_record.offset, log_record.timestamp_ms)
-            self._histories[record.id] = history
+            self._histories[history.offset] = self._latest[record.id] = history
         history.apply(record)
         self._lane.apply(log_record, self._loads)
         if (outcome := finished.get(record.id)) is not None:
@@ -273,7 +272,7 @@ class LaneUsage:
 
     def _end(self, history: BilledRequest, log_record: LogRecord, outcome: FinishedRequest) -> None:
         if outcome.code == "seen" and not history.runs:  # a repetition of a request that has ended
-            del self._histories[history.id]
+            self._forget(history)
             return
         if not isinstance(log_record.record, Ended):
             finals = (
@@ -284,23 +283,32 @@ class LaneUsage:
             )  # fmt: skip
             history.final = next(finals, None)
         history.end = LedgerEnd(log_record.offset, log_record.timestamp_ms, outcome.code)
-        self.ended[history.id] = history
+        self.ended[history.offset] = history
 
     def ready(self, now_ms: int) -> Iterator[BilledRequest]:
-        """Requests that have ended, and whose workers have reported or will not. `now_ms`: broker
-        time."""
+        """Requests that have ended, and whose workers have reported or will not; one of each id.
+        `now_ms`: broker time."""
+        ids = set[str]()
         for history in self.ended.values():
             assert history.end is not None, "it has ended"
-            if not history.awaits_report or now_ms > history.end.at_ms + REPORT_WAIT_MS:
+            is_ready = not history.awaits_report or now_ms > history.end.at_ms + REPORT_WAIT_MS
+            if is_ready and history.id not in ids:
+                ids.add(history.id)
                 yield history
 
     def finish(self, written: Sequence[BilledRequest]) -> None:
         """The usage of these is in the log."""
         for history in written:
-            del self.ended[history.id], self._histories[history.id]
+            del self.ended[history.offset]
+            self._forget(history)
+
+    def _forget(self, history: BilledRequest) -> None:
+        del self._histories[history.offset]
+        if self._latest.get(history.id) is history:
+            del self._latest[history.id]
 
     def _sweep(self) -> None:
         """Drop records of requests that the ledger does not know any more."""
-        for request_id in list(self._histories):
-            if request_id not in self.ended and request_id not in self._lane.requests:
-                del self._histories[request_id]
+        for history in list(self._histories.values()):
+            if history.end is None and history.id not in self._lane.requests:
+                self._forget(history)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -32,13 +32,14 @@ from kvlane.streams.errors import (
     AppendFailed,
     BrokerUnavailable,
     Malformed,
+    NewerRecord,
     OwnershipLost,
     PositionLost,
 )
 from kvlane.streams.ports import Partition, Reader, Record, TopicEntry
 from kvlane.streams.reading.group_consumer import PartitionClaim
 from kvlane.streams.reading.range_reader import end_offset_of, read_range
-from kvlane.streams.records import RUN_CODES, LogRecord
+from kvlane.streams.records import RUN_CODES, LogRecord, RequestUsage
 from kvlane.streams.responses.transcript import VISIBLE, Transcript
 from kvlane.streams.topics import LEDGER, RESPONSES, USAGE
 
@@ -136,7 +137,7 @@ class UsageWriter:
             return
         shown = await self._shown_answers(batch)
         written = [history.usage(shown.get(history.id)) for history in batch]
-        first = self._usage.first_besides({history.id for history in batch})
+        first = self._usage.first_besides({history.offset for history in batch})
         assert self.position is not None, "the lane is taken over"
         place = (
             LedgerPosition(self.position, self._last_ms)
@@ -194,7 +195,9 @@ class UsageWriter:
             first = await context.log.offset_at(USAGE, number, since_ms)
             written: dict[str, int] = {}
             for record in await self._usage_records(first, end):
-                written[(record.key or b"").decode(errors="replace")] = record.timestamp
+                with suppress(Malformed, NewerRecord):
+                    if isinstance(each := decode(record), RequestUsage):
+                        written[each.id] = each.ended_ms
             usage.add_written(written)
         self._usage, self.position = usage, start
         self._last_ms = 0 if place is None else place.at_ms

@@ -217,7 +217,7 @@ def test_first_record_is_that_of_the_oldest_request_without_usage() -> None:
     ledger = Ledger()
     ledger.append(*begun())
     ledger.append(Ended(id="b", code="invalid"))
-    first = ledger.lane.first_besides({"b"})
+    first = ledger.lane.first_besides({3})
     assert first is not None
     assert (first.id, first.offset) == ("a", 0)
-    assert ledger.lane.first_besides({"a", "b"}) is None
+    assert ledger.lane.first_besides({0, 3}) is None
