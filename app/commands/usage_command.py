@@ -53,7 +53,7 @@ def usage(
     import msgspec
 
     from kvlane.app.access.key_file import KeyRing, read_key_file
-    from kvlane.app.audit.time_range import range_between
+    from kvlane.app.audit.time_range import format_time, range_between
     from kvlane.app.operator_error import OperatorError
     from kvlane.app.results import usage_report
     from kvlane.app.settings import Settings
@@ -64,13 +64,17 @@ def usage(
     if budgets and settings.api_keys_file is None:
         raise OperatorError("budgets are in the file of keys: set KVLANE_API_KEYS_FILE")
 
+    kept_from_ms: int | None = None
+
     async def run() -> list[dict[str, Any]]:
+        nonlocal kept_from_ms
         async with kafka_client.connect_kafka(settings, "kvlane-usage") as log:
             with screen.reading_progress("reading") as progress:
                 if budgets and settings.api_keys_file is not None:
                     tenants = KeyRing(read_key_file(settings.api_keys_file)).tenants
                     return await usage_report.budget_rows(log, clock, tenants, progress)
                 sums = await usage_report.sum_usage(log, clock, range(*period), groups, progress)
+                kept_from_ms = await usage_report.kept_from(log, clock, period.from_ms)
         return [
             dict(zip(groups, key, strict=True)) | msgspec.structs.asdict(each)
             for key, each in sums.items()
@@ -83,7 +87,11 @@ def usage(
     counts = list(usage_report.UsageSum.__struct_fields__)
     if form is UsageFormat.TABLE:
         counts = [name for name in counts if any(row[name] for row in rows)] or ["requests"]
-    found = {"from_ms": period.from_ms, "to_ms": period.to_ms, "usage": rows}
+    if kept_from_ms is not None:
+        words = f"usage before {format_time(kept_from_ms)} UTC is no longer kept: sums are too low"
+        typer.echo(words, err=True)
+    times = {"from_ms": period.from_ms, "to_ms": period.to_ms, "kept_from_ms": kept_from_ms}
+    found = {**times, "usage": rows}
     _show(found, [*groups, *counts], len(groups), form)
 
 

@@ -87,6 +87,24 @@ async def sum_usage(
     return dict(sorted(sums.items()))
 
 
+async def kept_from(log: Log, clock: Clock, since_ms: int) -> int | None:
+    """The append time in ms from which on all usage is kept; None: since `since_ms` at least.
+    Raises BrokerUnavailable, PositionLost."""
+    numbers = list(range(await log.partitions(USAGE)))
+    starts, ends = await log.start_offsets(USAGE, numbers), await log.end_offsets(USAGE, numbers)
+    found: list[int] = []
+    for n, start in starts.items():
+        if not 0 < start < ends[n] or await log.offset_at(USAGE, n, max(0, since_ms)) > start:
+            continue
+        source = Partition(USAGE, n)
+        async with aclosing(read_range(log, clock, {source: start}, {source: ends[n]})) as pieces:
+            async for piece in pieces:
+                if piece.records:
+                    found.append(piece.records[0].timestamp)
+                    break
+    return max(found, default=None)
+
+
 BUDGET_FIELDS = ("tenant", "limit", "budget", "used", "left", "begins_anew_ms")
 
 
