@@ -24,6 +24,9 @@ of `record_candidates` in app/routing/selection/cost_kernels.py."""
 class Candidate(InternalRecord, frozen=True, kw_only=False):
     """A candidate worker with the inputs of its cost, so that the cost can be recomputed.
 
+    `open_tokens`: of prompts and answers of its open runs; `prefill_tokens`: of these prompts,
+    neither computed nor expected in the cache.
+
     From `prompt_tokens` on inputs of policy predictive. `prompt_tokens`: of the open runs.
     `prefill_runs`: without a first token; `busy_ms`: how long the worker has been at their prompts.
     `ahead_ms`: prefill of each request that waited in the router to go there; of more than 16

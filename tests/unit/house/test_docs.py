@@ -120,6 +120,7 @@ def test_commands_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "folders", "examples"),
     [
+        ("a routing policy", ("app",), ("least_loaded",)),
         ("a field of a request", ("app", "streams"), ("min_p", "max_thinking_tokens")),
         ("an end code", ("app", "streams"), ("pinned_gone",)),
         ("an HTTP endpoint", ("app/http",), ("/v1/embeddings", "/v1/files", "/v1/messages")),

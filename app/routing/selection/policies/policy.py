@@ -80,7 +80,9 @@ class Policy(RecordedPolicy, ABC):
     def score(
         self, features: RequestFeatures, options: Candidates, config: RoutingConfig
     ) -> Scores:
-        """The costs, a function of the arguments alone."""
+        """The costs, a function of the arguments alone. Of the columns of `options.features`,
+        decisions without a forecast record `RUNS`, `OPEN_TOKENS` and `PREFILL_TOKENS` alone (see
+        `Candidate`): costs made of others cannot be recomputed."""
 
     def features(
         self, features: RequestFeatures, options: Candidates, config: RoutingConfig
