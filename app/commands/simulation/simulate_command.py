@@ -66,7 +66,11 @@ def simulate(
         float, typer.Option(help="Largest random delay of an arrival, in seconds.", min=0.0)
     ] = 0.0,
     policy: Annotated[
-        str, typer.Option(help="Policies, joined by commas; dynamo:64 sets its prefill_load_scale.")
+        str,
+        typer.Option(
+            help="Policies (docs/routing.md), joined by commas; dynamo:64 sets its "
+            "prefill_load_scale."
+        ),
     ] = "predictive,dynamo,round_robin",
     seeds: Annotated[int, typer.Option(help="Runs of each policy.", min=1)] = 1,
     blocks: Annotated[
