@@ -1,6 +1,7 @@
 """Golden bytes of every record: what a version of kvlane wrote is read by all later ones.
 
-The bytes of a new record, to be added as a row of its own (those of earlier rows never change):
+The bytes of a new record, or of one with a new field, to be added as a row of its own (those of
+earlier rows never change):
 
     python -c 'from tests.harness.golden_records import *; from kvlane.streams.codecs import encode
     print(encode(REQUEST, "").value.hex())'

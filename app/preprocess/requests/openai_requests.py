@@ -69,6 +69,8 @@ SHORT_CHARS = 2000
 interpreter."""
 NO_EFFORT = "is not supported: the chat template of this model has no such variable"
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling options for which a model may give a default; `greed_sampling` unsets all of them but
+the temperature."""
 
 
 @dataclass(frozen=True)
