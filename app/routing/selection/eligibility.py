@@ -268,7 +268,9 @@ def _takes(pool: CandidatePool, request: Request) -> bool:
 def _all_busy(pin: str | None, full: Collection[tuple[str, int]]) -> NotEligible:
     if pin is not None:
         return NotEligible(f"the pinned worker {pin} is busy", "pinned_busy")
-    return NotEligible("all workers are full" if full else "all workers are busy", "all_busy")
+    return NotEligible(
+        "all workers are full" if full else "all workers are at their load limits", "all_busy"
+    )
 
 
 def pinned_worker(hints: Hints, phase: Phase) -> str | None:

@@ -231,7 +231,7 @@ def test_busy_workers_take_nothing(routing: RoutingHarness) -> None:
     routing.send_heartbeat("w2", engine=EngineStats(kv_used_blocks=51, kv_total_blocks=100))
     assert [c.worker for c in routing.chosen().candidates] == ["w1"]
     routing.add_load("w1", 101, prefill=101)
-    assert routing.plan() == Wait("all workers are busy", code="all_busy")
+    assert routing.plan() == Wait("all workers are at their load limits", code="all_busy")
     pinned = routing.plan_hints(backend_instance_id="w2")
     assert pinned == Wait("the pinned worker w2 is busy", code="pinned_busy")
 
@@ -246,7 +246,7 @@ def test_own_decisions_make_workers_busy_before_they_are_read_back(routing: Rout
     routing.worker("w1", busy_prefill_tokens=100)
     decision = routing.chosen()
     routing.own.add(decision.worker_rank, decision.load)
-    assert routing.plan() == Wait("all workers are busy", code="all_busy")
+    assert routing.plan() == Wait("all workers are at their load limits", code="all_busy")
 
 
 def test_unconstrained_request_gets_the_rows_of_the_pool_unchanged(routing: RoutingHarness) -> None:
