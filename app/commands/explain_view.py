@@ -27,8 +27,8 @@ _SHOWN_ELSEWHERE = frozenset({
 })  # fmt: skip
 MAX_LISTED_WAITS = 50
 NO_WAITS = (
-    f"no request has waited in a router for {REPORTED_AFTER_S} s; those that wait elsewhere are in "
-    "no router yet (docs/kafka-protocol.md#where-requests-wait)"
+    f"no request has waited in a router for {REPORTED_AFTER_S} s; others may wait before a "
+    "router or at their worker (docs/kafka-protocol.md#where-requests-wait)"
 )
 _UNREAD = (
     "its prompt waits: preprocessors pass on no more prompts than routers have room for "
