@@ -35,7 +35,8 @@ __all__ = ["MemoryDeployment", "ScriptedEngine", "memory_deployment"]
 
 class ScriptedEngine(Engine):
     """An engine that answers each message from a script; a token is a byte of the text. An answer
-    with a form (JSON schema, enforced calls) is taken from the script as it is.
+    with a form (JSON schema, enforced calls) is taken from the script as it is. A call of a tool is
+    text in the form of parser `hermes`; the result of a tool is the next message.
 
     Args:
         answers: the answer to a prompt by its last message, or a function of that message. A

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import openai
 
-from kvlane import EngineError, EngineOutput, Prompt, Request
-from kvlane.app.engine.interface import GenerateContext
+from kvlane import EngineError, EngineOutput, GenerateContext, Prompt, Request
 from kvlane.testing import MemoryDeployment, ScriptedEngine, memory_deployment
 
 WEATHER = {
