@@ -180,8 +180,10 @@ class PartitionLog:
 
     def compact(self, before_ms: int, tombstones_before_ms: int) -> None:
         """Of the records before `before_ms`, keep the last one of each key; tombstones before
-        `tombstones_before_ms` go too. The newest record stays, like an active segment."""
+        `tombstones_before_ms` go too, if all readers have them: a broker keeps them for a day. The
+        newest record stays, like an active segment."""
         last = {r.key: r.offset for r in self.records if r.timestamp < before_ms}
+        unread = min((each.positions[self.name] for each in self.followers), default=self.end)
         newest = self.end - 1
         self.records = [
             r
@@ -190,7 +192,11 @@ class PartitionLog:
             or r.timestamp >= before_ms
             or (
                 last[r.key] == r.offset
-                and (r.value is not None or r.timestamp >= tombstones_before_ms)
+                and (
+                    r.value is not None
+                    or r.timestamp >= tombstones_before_ms
+                    or r.offset >= unread
+                )
             )
         ]
         self.compacted_size = len(self.records)

@@ -443,6 +443,16 @@ async def test_tombstones_are_kept_a_day_longer_than_their_records(world: Memory
 
 
 @scenario_test
+async def test_tombstones_stay_until_all_readers_have_them(world: MemoryWorld) -> None:
+    world.append_raw(REGISTRY, 0, Entry(b"a", None), Entry(b"b", None), entry("1", "c"))
+    reader = (await world.connect()).reader()
+    reader.assign({Partition(REGISTRY, 0): 1})
+    await world.sleep(2)
+    world.broker.compact_all(lag_ms=0)
+    assert keys(world) == [(b"b", 1), (b"c", 2)]
+
+
+@scenario_test
 async def test_compaction_of_all_topics_leaves_those_that_delete_by_age(world: MemoryWorld) -> None:
     """With a lag of its own, for a test that compacts in between."""
     for topic in (LEDGER, BATCH_JOBS, REGISTRY):
