@@ -74,8 +74,6 @@ from kvlane.streams.views.tail_reader import TailReader
 log = logging.getLogger(__name__)
 
 THREADS = 2
-MOVED_AT_ONCE = 0.5
-"""Age of a prompt that is moved to `batch` as if it was published there, in dedup windows."""
 INITIAL_REPORTS = 1000
 """Reports that are read at startup: the last seconds of a few hundred routers."""
 
@@ -234,11 +232,8 @@ class Preprocessor(ObservedProcess):
 
     async def _move_to_batch(self, record: Record) -> None:
         assert record.value is not None, "it was parsed"
-        headers = tuple(record.headers)
-        age_ms = self._broker_clock.now_ms() - appended_ms(record)
-        if age_ms > MOVED_AT_ONCE * 1000 * self._settings.dedup_window_s:
-            # Its append there would make it another prompt, if it was moved before and has ended.
-            headers = with_append_time(headers, appended_ms(record))
+        # Its append there would make it another prompt, if it was moved before and has ended.
+        headers = with_append_time(tuple(record.headers), appended_ms(record))
         await self._batch_publisher.publish_entry(BATCH, Entry(record.key, record.value, headers))
         self._metrics.count_moved()
 

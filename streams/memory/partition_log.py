@@ -193,9 +193,7 @@ class PartitionLog:
             or (
                 last[r.key] == r.offset
                 and (
-                    r.value is not None
-                    or r.timestamp >= tombstones_before_ms
-                    or r.offset >= unread
+                    r.value is not None or r.timestamp >= tombstones_before_ms or r.offset >= unread
                 )
             )
         ]

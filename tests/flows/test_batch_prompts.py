@@ -7,6 +7,7 @@ from functools import partial
 
 from kvlane.streams.codecs import decode
 from kvlane.streams.ports import Entry
+from kvlane.streams.prompt import APPENDED_HEADER
 from kvlane.streams.records import Cancel, End, RouterCapacity
 from kvlane.streams.request import Request
 from kvlane.streams.topics import (
@@ -69,14 +70,16 @@ async def test_batch_prompt_in_prompts_is_moved(world: MemoryWorld) -> None:
 
 
 @partial(scenario_test, lanes=1)
-async def test_batch_prompt_that_is_moved_keeps_its_headers(world: MemoryWorld) -> None:
+async def test_moved_batch_prompt_keeps_its_headers_and_its_time(world: MemoryWorld) -> None:
     headers = (("reply_to", b"answers"), ("correlation_id", b"7"), ("traceparent", None))
     body = {"messages": [{"role": "user", "content": "hi"}]}
     value = json.dumps({"id": "a", "body": body, "service_class": "batch"}).encode()
     world.append_raw(PROMPTS, 0, Entry(b"a", value, headers))
+    await world.sleep(1800)
     await begin(world, reply_topic_prefixes="answers")
     await world.wait_until(lambda: bool(world.all_records(BATCH)))
-    assert tuple(world.all_records(BATCH)[0].headers) == headers
+    moved, prompt = world.all_records(BATCH)[0], world.all_records(PROMPTS)[0]
+    assert tuple(moved.headers) == (*headers, (APPENDED_HEADER, str(prompt.timestamp).encode()))
 
 
 @partial(scenario_test, lanes=1)
