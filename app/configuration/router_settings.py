@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvlane.app.configuration.setting_values import unique_name
-from kvlane.app.routing.policy_names import Objective, PolicyName, QueueOrder
+from kvlane.app.routing.policy_names import MAX_WEIGHT, Objective, PolicyName, QueueOrder
 from kvlane.app.routing.queueing.fair_share import ClassConfig
 
 ORDERED_SETTINGS = (
@@ -117,10 +117,16 @@ class RouterSettings(BaseModel):
         "(docs/routing.md)",
     )
     overlap_score_credit: float = Field(
-        1.0, ge=0, description="policy dynamo: weight of a cached prompt block, in blocks"
+        1.0,
+        ge=0,
+        le=MAX_WEIGHT,
+        description="policy dynamo: weight of a cached prompt block, in blocks",
     )
     prefill_load_scale: float = Field(
-        1.0, ge=0, description="policy dynamo: weight of a prefill block, in decode blocks"
+        1.0,
+        ge=0,
+        le=MAX_WEIGHT,
+        description="policy dynamo: weight of a prefill block, in decode blocks",
     )
     host_cache_weight: float = Field(
         0.75, ge=0, le=1, description="policy dynamo: weight of a prompt block cached on the host"
@@ -129,7 +135,10 @@ class RouterSettings(BaseModel):
         0.25, ge=0, le=1, description="policy dynamo: weight of a prompt block cached on disk"
     )
     active_request_weight: float = Field(
-        0.0, ge=0, description="policy dynamo: cost of each request of a worker, in decode blocks"
+        0.0,
+        ge=0,
+        le=MAX_WEIGHT,
+        description="policy dynamo: cost of each request of a worker, in decode blocks",
     )
     overlap_decay: float = Field(
         0.0,
@@ -140,6 +149,7 @@ class RouterSettings(BaseModel):
     router_temperature: float = Field(
         0.0,
         ge=0,
+        le=MAX_WEIGHT,
         description="policy dynamo: softmax temperature of the selection; 0 takes the lowest cost",
     )
     objective: Objective = Field(

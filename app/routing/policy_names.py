@@ -20,6 +20,8 @@ QueueOrder = Literal["sjf", "fcfs", "wspt", "edf"]
 Objective = Literal["first-token", "balanced", "throughput"]
 """What counts most; see `app/routing/queueing/objective.py`."""
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+MAX_WEIGHT = 1e6
+"""Bound on weights, of settings and of requests: costs stay finite, so that one is the least."""
 BATCH_POLICY: Final = "batch"
 """Policy in the records of batch requests (`batch_placement.py`); no setting chooses it."""
 RECORDED_POLICIES = (*POLICY_NAMES, BATCH_POLICY)

@@ -114,6 +114,9 @@ async def test_order_that_cannot_be_used_is_reported_and_ignored(world: MemoryWo
     await world.wait_until(lambda: reports(world)["r1"].order == offset)
     assert "format 2" in reports(world)["r1"].problem
     world.append_raw(REGISTRY, 0, Entry(KEY.encode(), b"\x80", UNKNOWN_TYPE))
+    too_large = order(world, policy="dynamo", prefill_load_scale=1e308)
+    await world.wait_until(lambda: reports(world)["r1"].order == too_large)
+    assert "PREFILL_LOAD_SCALE" in reports(world)["r1"].problem
     send(world, "a")
     await wait_for_items(world, lambda: hand.received(Assignment))
     assert decisions(world) == {"a": ("least_loaded", None)}
@@ -157,6 +160,7 @@ def test_commands_show_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
         ("polcy=dynamo", "did you mean policy"), ("lanes=3", "set KVLANE_LANES, and restart"),
         ("policy=best", "KVLANE_POLICY=best: Input should be 'predictive'"),
         ("overlap_decay=-1", "greater than or equal to 0"),
+        ("active_request_weight=1e308", "less than or equal to 1000000"),
     ):  # fmt: skip
         code, output = run("set", "session_affinity_tolerance=0.2", wrong)
         assert code == 1

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from kvlane.app.routing.policy_names import MAX_WEIGHT
 from kvlane.app.routing.selection import cost_kernels
 from kvlane.app.routing.selection.cost_kernels import Floats, Ints, Words
 from kvlane.app.routing.state.fleet import WorkerRank
@@ -18,8 +19,6 @@ from kvlane.streams.request import Request
 
 COST_SETTINGS = "overlap_score_credit", "prefill_load_scale", "router_temperature"
 """Fields of `RouterConfigOverride` that costs depend on."""
-MAX_WEIGHT = 1e6
-"""Bound on weights that a request may set: costs stay finite, so that one is the least."""
 
 
 class RequestFeatures(msgspec.Struct, frozen=True, gc=False):

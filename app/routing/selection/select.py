@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlane.app.routing.policy_names import adds_load, has_forecast
+from kvlane.app.routing.policy_names import MAX_WEIGHT, adds_load, has_forecast
 from kvlane.app.routing.selection import cost_kernels
 from kvlane.app.routing.selection.candidate_table import (
     NO_ROW,
@@ -22,7 +22,6 @@ from kvlane.app.routing.selection.candidate_table import (
     TableInputs,
 )
 from kvlane.app.routing.selection.candidates import (
-    MAX_WEIGHT,
     NO_RESERVATIONS,
     Candidates,
     RequestFeatures,
