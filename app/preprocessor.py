@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from faststream.kafka.prometheus import KafkaPrometheusMiddleware
+from msgspec.structs import replace
 from opentelemetry.trace import SpanKind
 
 from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
@@ -254,6 +255,8 @@ class Preprocessor(ObservedProcess):
     async def _answer(
         self, parsed: PromptRecord | Cancel | Refused, record: Record, service_class: ServiceClass
     ) -> PreprocessedRecord:
+        if isinstance(parsed, Refused) and parsed.account is not None:
+            return replace(parsed, account=replace(parsed.account, service_class=service_class))
         if not isinstance(parsed, PromptRecord):
             return parsed
 

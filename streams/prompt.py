@@ -55,6 +55,11 @@ class Prompt(BaseModel):
         description="name of its tenant, for queues and figures: letters, digits and . _ : @ -, at "
         "most 100; it separates no caches",
     )
+    key_id: str = Field(
+        default="",
+        description="id of the API key that its usage names, of the same form as `tenant`; a batch "
+        "job gives the key that created it",
+    )
     deadline_s: float = Field(
         default=600.0, gt=0, le=MAX_DEADLINE_S, description="seconds it may take, from its append"
     )
@@ -88,12 +93,12 @@ class Prompt(BaseModel):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
 
-    @field_validator("tenant")
+    @field_validator("tenant", "key_id")
     @classmethod
-    def _check_tenant(cls, tenant: str) -> str:
-        if tenant and re.fullmatch(TENANT_PATTERN, tenant) is None:
+    def _check_name(cls, name: str) -> str:
+        if name and re.fullmatch(TENANT_PATTERN, name) is None:
             raise ValueError("may have letters, digits and . _ : @ -, at most 100 of them")
-        return tenant
+        return name
 
     @field_validator("metadata")
     @classmethod

@@ -197,6 +197,7 @@ def prompt_of(job: BatchJob, request: JobRequest, deadline_s: float) -> Prompt:
         kind=KINDS[job.endpoint],
         body=_salted(job, request.body),
         tenant=job.tenant,
+        key_id=job.key_id,
         deadline_s=deadline_s,
         batch_id=job.id,
         custom_id=request.custom_id,

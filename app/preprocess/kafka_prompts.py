@@ -186,10 +186,12 @@ def prompt_steps(
         request = _read_body(prompt.kind, prompt.body, values, as_is=as_is)
         if values:
             yield
-    except ValidationError as e:
-        return _refused(key, wanted_id, invalid_prompt(e), _options_of_invalid(fields, rules))
-    except InvalidPrompt as e:
-        return _refused(key, wanted_id, e, _options_of_invalid(fields, rules))
+    except (ValidationError, InvalidPrompt) as e:
+        error = invalid_prompt(e) if isinstance(e, ValidationError) else e
+        refused = _refused(key, wanted_id, error, _options_of_invalid(fields, rules))
+        if isinstance(refused, Refused):
+            return replace(refused, account=_account_of_invalid(fields))
+        return refused
     return PromptRecord(prompt, request, received_ms, result)
 
 
@@ -229,7 +231,7 @@ async def to_request(
     """The request of a prompt. Raises nothing that is about this prompt. `deadline_s` counts for
     prompts that name none; `service_class`: of the prompt's topic."""
     prompt, request, received_ms, result = parsed
-    account = Account(prompt.tenant, "", request.model or "", "", service_class)
+    account = Account(prompt.tenant, prompt.key_id, request.model or "", "", service_class)
     refuse = partial(Refused, id=prompt.id, result=result, account=account)
     if request.n != 1:
         message = "body.n: one answer a request; publish several requests"
@@ -251,6 +253,7 @@ async def to_request(
         requests[0],
         id=prompt.id,
         tenant=prompt.tenant,
+        key_id=prompt.key_id,
         deadline_s=prompt.deadline_s if "deadline_s" in prompt.model_fields_set else deadline_s,
         received_ms=received_ms,
         queued_ms=received_ms,
@@ -267,6 +270,16 @@ def _options_of_invalid(fields: Mapping[str, Any], rules: ResultRules) -> Result
         return rules.options(Prompt.model_validate(options | {"id": "-"}))
     except (ValidationError, InvalidPrompt):
         return None
+
+
+def _account_of_invalid(fields: Mapping[str, Any]) -> Account | None:
+    """The account of an invalid prompt, if its fields are valid themselves."""
+    try:
+        named = {name: fields[name] for name in ("tenant", "key_id") if name in fields}
+        prompt = Prompt.model_validate(named | {"id": "-"})
+    except ValidationError:
+        return None
+    return Account(prompt.tenant, prompt.key_id)
 
 
 def _refused(

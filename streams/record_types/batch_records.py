@@ -60,7 +60,7 @@ class BatchJob(InternalRecord, frozen=True):
     prompts or have an output. `ending`: its status at the end, set once prompts are withdrawn.
     `cache_salt`: of its tenant. `window_s`: completion window. `writes`: number of the record.
     `attempts`: runs since the last progress. `most_open`: the job exists if fewer of its tenant are
-    open before it in its partition; 0: no limit.
+    open before it in its partition; 0: no limit. `key_id`: of the API key that created it.
     """
 
     id: str
@@ -90,6 +90,7 @@ class BatchJob(InternalRecord, frozen=True):
     writes: int = 0
     attempts: int = 0
     most_open: int = 0
+    key_id: str = ""
 
     @property
     def expires_s(self) -> int:

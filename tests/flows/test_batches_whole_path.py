@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.text.byte_level import render_chat
 from kvlane.streams.codecs import decode
 from kvlane.streams.ports import Partition, Reader
-from kvlane.streams.records import Assigned, Ended
-from kvlane.streams.topics import BATCH, LEDGER, RESULTS
+from kvlane.streams.records import Assigned, Ended, RequestUsage
+from kvlane.streams.topics import BATCH, LEDGER, RESULTS, USAGE
 from tests.harness.batch_harness import AnsweringFleet, BatchHarness, chat_line, jsonl
 from tests.harness.decoded import decode_bytes
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
+from tests.harness.key_files import KeyFileHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.results_harness import ResultsHarness
 
@@ -96,3 +98,29 @@ async def test_batch_answers_equal_http_answers(
     assert failed["custom_id"] == "line-5"
     assert failed["response"]["status_code"] in (400, 404)
     assert failed["response"]["body"]["error"]["message"]
+
+
+@scenario_test
+async def test_usage_of_lines_names_the_key_that_created_the_batch(
+    world: MemoryWorld, tmp_path: Path
+) -> None:
+    keys = KeyFileHarness(tmp_path)
+    keys.add("acme")
+    token = keys.add("acme")
+    gateway = await GatewayHarness.open(world, **keys.settings)
+    await gateway.start_backend(**keys.settings)
+    ctx = ProcessContext("p1", world.clock, random.Random("p1"))
+    log = await world.connect("p1")
+    await Preprocessor(log, memory_settings(), ctx, InlinePool()).start()
+    await ResultsHarness(world).start()
+    harness = BatchHarness(gateway, AnsweringFleet(world))
+    unknown = chat_line("b") | {"body": {"model": "nobody", "messages": [{}]}}
+    batch_id = await harness.submit(jsonl(chat_line("a"), unknown), token)
+    batch = await harness.ended(batch_id, token)
+    assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    await world.wait_until(lambda: len(world.all_records(USAGE)) == 2)
+    usage = [
+        each for each in map(decode, world.all_records(USAGE)) if isinstance(each, RequestUsage)
+    ]
+    key = (token.split("_")[1], "acme", "batch")
+    assert [(each.key_id, each.tenant, each.service_class) for each in usage] == [key, key]

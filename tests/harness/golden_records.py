@@ -972,10 +972,10 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             results_from={0: 5, 1: 9}, lines=10, published=8, completed=6, failed=4,
             errors=(b.BatchError(code="c", message="m", line=3, param="p"),),
             output_file_id="file-1-output", error_file_id="file-1-errors",
-            in_progress_s=1700000001, finalizing_s=1700000002, ended_s=1700000003,
+            in_progress_s=1700000001, finalizing_s=1700000002, ended_s=1700000003, key_id="5f",
         ),
         bytes.fromhex(
-            "de0017a26964a762617463685f31a8656e64706f696e74ae2f76312f656d62656464696e6773ad696e7075"
+            "de0018a26964a762617463685f31a8656e64706f696e74ae2f76312f656d62656464696e6773ad696e7075"
             "745f66696c655f6964a666696c652d31a9637265617465645f73ce6553f100a877696e646f775f73cd1518"
             "b1636f6d706c6574696f6e5f77696e646f77a339306da674656e616e74a461636d65aa63616368655f7361"
             "6c74a26364a86d6574616461746181a36a6f62a76e696768746c79a6737461747573a765787069726564a5"
@@ -984,7 +984,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             "6f6465a163a76d657373616765a16da46c696e6503a5706172616da170ae6f75747075745f66696c655f69"
             "64ad66696c652d312d6f7574707574ad6572726f725f66696c655f6964ad66696c652d312d6572726f7273"
             "ad696e5f70726f67726573735f73ce6553f101ac66696e616c697a696e675f73ce6553f102a7656e646564"
-            "5f73ce6553f103"
+            "5f73ce6553f103a66b65795f6964a23566"
         ),
     ),
     (

@@ -81,6 +81,7 @@ class BatchesEndpoint:
                 cache_salt=self._cache_salt(caller),
                 metadata=wanted.metadata,
                 most_open=limit or 0,
+                key_id=caller.key_id,
             )
             await self._batches.put_job(job)
         if self._batches.view.job(job.id, caller.tenant) is None:  # others came before it

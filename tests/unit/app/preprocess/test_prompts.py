@@ -79,10 +79,10 @@ def test_chat_is_rendered_and_its_options_are_kept() -> None:
         "model": "m", "max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9,
         "top_k": 3, "seed": 11, "ignore_eos": True, "stream": True, "user": "u", "n": 1,
     }  # fmt: skip
-    sent = send(body=body, tenant="t", deadline_s=5)
+    sent = send(body=body, tenant="t", key_id="5f", deadline_s=5)
     assert sent == Request(
         id="a", model="m", token_ids=sent.token_ids, tenant="t", deadline_s=5, received_ms=1234,
-        queued_ms=1234,
+        queued_ms=1234, key_id="5f",
         stop=StopConditions(max_tokens=7, min_tokens=2, ignore_eos=True),
         sampling=SamplingOptions(temperature=0.5, top_p=0.9, top_k=3, seed=11),
     )  # fmt: skip
