@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,13 @@ def test_result_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
     file = tmp_path / name
     done = simulate(*GENERATED, "--plot", f"{file}")
     assert done.exit_code == 0, done.output
-    assert file.read_bytes().startswith(begins)
+    content = file.read_bytes()
+    assert content.startswith(begins)
+    if file.suffix == ".html":  # it has its texts in comments
+        texts = " ".join(re.findall("<!-- (.*?) -->", content.decode(), re.DOTALL))
+        assert "Routing policies on gen:multi-turn" in texts
+        assert f"kvlane {version('kvlane')}, {datetime.now(UTC).year}-" in texts
+        assert re.search(r"\d ms\b", texts)
 
 
 def test_without_matplotlib_the_package_is_named_before_the_work(

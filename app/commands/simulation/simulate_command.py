@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -176,6 +177,7 @@ def simulate(
         run_timed,
     )
     from kvlane.app.simulation.trace_requests import ArrivalRate
+    from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE
     from kvlane.indexer.precompile import compile_all
 
     policies = policy.split(",")
@@ -227,7 +229,8 @@ def simulate(
     _show(console, rows)
     write_rows(rows, json)
     if plot is not None:
-        plot_policies(rows, plot)
+        name = Path(trace).name if trace else BUNDLED_TRACE.name
+        plot_policies(rows, name, datetime.now(UTC).date(), plot)
 
 
 def _show(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -6,6 +6,8 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -33,28 +35,43 @@ WIDTH_IN = 9.0
 """Inches."""
 
 
-def plot_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+def plot_policies(
+    rows: Sequence[Mapping[str, Any]], trace: str, created_on: date, file: Path
+) -> None:
     """Results of `kvlane simulate`: a diagram per figure, a bar per policy, a dot per seed. An
-    `.html` file is a self-contained page with the plot."""
+    `.html` file is a self-contained page with the plot. `trace`: its name."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row["policy"] for row in rows))
-    height_in = len(POLICY_FIGURES) * (0.7 + 0.25 * len(names))
+    height_in = 1.2 + len(POLICY_FIGURES) * (0.65 + 0.25 * len(names))
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     diagrams = figure.subplots(len(POLICY_FIGURES), 1)
-    for ax, (title, value) in zip(diagrams, POLICY_FIGURES.items(), strict=True):
+    shown: dict[str, Any] = {}
+    for ax, (title, (unit, value)) in zip(diagrams, POLICY_FIGURES.items(), strict=True):
         for place, name in enumerate(names):
             found = [value(row) for row in rows if row["policy"] == name]
-            ax.barh(place, sum(found) / len(found), height=0.7, color="tab:blue", alpha=0.6)
-            ax.plot(found, [place] * len(found), ".", color="black", markersize=4)
+            mean = sum(found) / len(found)
+            bars = ax.barh(place, mean, height=0.7, color="tab:blue", alpha=0.6)
+            if len(found) > 1:
+                [dots] = ax.plot(found, [place] * len(found), ".", color="black", markersize=4)
+                shown = {f"mean of {len(found)} runs": bars, "one run": dots}
+            else:
+                shown = {"one run": bars}
+            text = f"{mean:,.0f} {unit}" if mean >= 100 else f"{mean:.3g} {unit}"
+            ax.text(1.01, place, text, transform=ax.get_yaxis_transform(), va="center")
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
-        ax.set_title(title, loc="left", fontsize="medium")
+        ax.set_xlim(left=0)
+        ax.set_title(f"{title}, {unit}", loc="left", fontsize="medium")
         ax.grid(axis="x", alpha=0.3)
     first = rows[0]
+    conditions = f", {first['conditions']}" if first["conditions"] else ""
     figure.suptitle(
-        f"{first['requests']} requests, {first['workers']} workers, {first['speed']:g}x speed"
+        f"Routing policies on {trace}\n{first['requests']} requests, {first['workers']} workers, "
+        f"{first['speed']:g} times the rate of the trace{conditions}"
     )
+    figure.legend([*shown.values()], [*shown], loc="outside lower right", ncols=2)
+    figure.text(0.01, 0.01, f"kvlane {version('kvlane')}, {created_on}", fontsize="small")
     if file.suffix != ".html":
         figure.savefig(file, dpi=120)
         return
@@ -65,13 +82,14 @@ def plot_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     file.write_text(head + svg[svg.index("<svg") :], "utf-8")
 
 
-POLICY_FIGURES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-    "time to the first token, mean, ms": lambda row: row["ttft_ms"]["mean"],
-    "time to the first token, p99, ms": lambda row: row["ttft_ms"]["p99"],
-    "from token to token, mean, ms": lambda row: row["itl_ms"]["mean"],
-    "time to the last token, mean, ms": lambda row: row["e2e_ms"]["mean"],
-    "prompt tokens found in a cache, %": lambda row: 100 * row["reuse"],
+POLICY_FIGURES: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
+    "Time to the first token, mean": ("ms", lambda row: row["ttft_ms"]["mean"]),
+    "Time to the first token, 99th percentile": ("ms", lambda row: row["ttft_ms"]["p99"]),
+    "Time between tokens, mean": ("ms", lambda row: row["itl_ms"]["mean"]),
+    "Time to the last token, mean": ("ms", lambda row: row["e2e_ms"]["mean"]),
+    "Prompt tokens found in a cache": ("%", lambda row: 100 * row["reuse"]),
 }
+"""Units and values, by title."""
 
 
 _PARTS = " / "
