@@ -1,12 +1,17 @@
 """Test of the usage of tenants on a real Kafka, while parts are killed: the sums of the log equal a
-recount from the engines' own counters, to the token."""
+recount from the engines' own counters, to the token.
+
+240 requests and one round of kills; with KVLANE_TEST_LONG=1 10 000 requests and ten rounds.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,16 +26,21 @@ from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.client import Client, ReplyResult
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.request import Request
 from tests.harness.kafka_processes import kvlane, provisioned
 
-REQUESTS = 240
+IS_LONG = bool(os.environ.get("KVLANE_TEST_LONG"))
+REQUESTS, ROUNDS = (10_000, 10) if IS_LONG else (240, 1)
+UNDER_WAY = 64
+"""Requests at a time."""
 TENANTS = ("acme", "globex", "initech")
 PROMPT, TOKENS, STEP_S = [97, 98, 99, 258], 20, 0.05
 WAIT_S = 120.0
+MAX_S = 3600 if IS_LONG else 300
 PARTS = {"router": Router, "preprocessor": Preprocessor, "collector": Collector}
 
 pytestmark = pytest.mark.slow
@@ -70,7 +80,7 @@ class Parts:
                 engine = CountingEngine(self.counted, max_num_seqs=16)
                 await Worker(own, settings, ctx, engine, worker_id=name).start()
             else:
-                await PARTS[name.rstrip("12")](own, settings, ctx).start()
+                await PARTS[name.rstrip("0123456789")](own, settings, ctx).start()
 
     async def kill(self, *names: str) -> None:
         for name in names or list(self._running):
@@ -103,10 +113,36 @@ async def parts(
             await parts.kill()
 
 
+async def load(client: Client, prompts: Sequence[Prompt], replies: list[ReplyResult]) -> None:
+    """Publish prompts and add their replies, with a bound on those under way."""
+    places = asyncio.Semaphore(UNDER_WAY)
+
+    async def ask(prompt: Prompt) -> None:
+        async with places:
+            await client.publish(prompt)
+            replies.append(await client.result(prompt.id, WAIT_S))
+
+    await asyncio.gather(*map(ask, prompts))
+
+
+async def kill_in_between(parts: Parts, replies: list[ReplyResult]) -> None:
+    """In each round kill the eldest worker, router and collector, and start others."""
+    clock = SystemClock()
+    for number in range(1, ROUNDS + 1):
+        while len(replies) < number * REQUESTS // (ROUNDS + 1):
+            await clock.sleep(0.1)
+        await parts.kill(f"w{number}")
+        await parts.start(f"w{number + 2}")
+        await parts.kill(f"collector{number}", f"router{number}")
+        await parts.start(f"collector{number + 1}", f"router{number + 2}")
+
+
+@pytest.mark.timeout(MAX_S)
 async def test_usage_of_each_tenant_is_the_recount_of_engines(parts: Parts) -> None:
     clock = SystemClock()
     await parts.start("w1", "w2", "router1", "router2", "preprocessor1", "collector1")
     body = {"token_ids": PROMPT, "max_tokens": TOKENS}
+    replies: list[ReplyResult] = []
     async with connect_client(Settings()) as client:
         prompts = [
             Prompt(
@@ -116,14 +152,10 @@ async def test_usage_of_each_tenant_is_the_recount_of_engines(parts: Parts) -> N
             for number in range(REQUESTS)
         ]  # fmt: skip
         unknown = Prompt(id="unknown", kind="tokens", body=body | {"model": "none"}, tenant="acme")
-        await asyncio.gather(*(client.publish(each) for each in [*prompts, unknown]))
-        answers = asyncio.gather(*(client.result(each.id, WAIT_S) for each in prompts))
-        await clock.sleep(1.5)
-        await parts.kill("w1")
-        await parts.start("w3")
-        await parts.kill("collector1", "router1")
-        await parts.start("collector2")
-        replies = await answers
+        await client.publish(unknown)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load(client, prompts, replies))
+            group.create_task(kill_in_between(parts, replies))
     assert {len(reply.tokens) for reply in replies} == {TOKENS}
     async with asyncio.timeout(WAIT_S):
         while sum(row["requests"] for row in await usage("model")) <= REQUESTS:
@@ -141,7 +173,11 @@ async def test_usage_of_each_tenant_is_the_recount_of_engines(parts: Parts) -> N
         "prompt_tokens": {tenant: count * len(PROMPT) for tenant, count in share.items()},
         "completed": share,
     }
-    assert sum(row["attempts"] for row in rows.values()) > REQUESTS  # of killed workers
+    attempts = sum(row["attempts"] for row in rows.values())
+    assert attempts > REQUESTS  # of killed workers
+    sys.stdout.write(
+        f"{REQUESTS} requests, {ROUNDS} rounds of kills, {attempts} attempts: {sums}\n"
+    )
     codes = {row["code"]: row["requests"] for row in await usage("code")}
     assert codes == {"length": REQUESTS, "model_not_found": 1}
     assert await usage("tenant") == list(rows.values())
