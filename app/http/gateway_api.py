@@ -20,6 +20,7 @@ from kvlane.app.http.batches.batches_endpoint import BatchesEndpoint
 from kvlane.app.http.batches.files_endpoint import FilesEndpoint
 from kvlane.app.http.batches.listing import json_response, list_response
 from kvlane.app.http.console.console_endpoint import ConsoleEndpoint
+from kvlane.app.http.docs_page import OPEN_PATHS, add_docs
 from kvlane.app.http.openai.completions import Completions
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.served_models import ServedModel
@@ -116,10 +117,11 @@ def build_app(parts: GatewayDeps, console: ConsoleEndpoint | None = None) -> Fas
         )  # fmt: skip
         if method == "GET":
             api.router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
-    open_paths: frozenset[str] = frozenset()
+    add_docs(api)
+    open_paths = OPEN_PATHS
     if console is not None:
         console.add_to(api)
-        open_paths = console.open_paths
+        open_paths |= console.open_paths
     answer_errors(api)
     for kind in (InvalidPrompt, PreprocessorOverloaded, BadModel):
         api.add_exception_handler(kind, _preprocess_error)

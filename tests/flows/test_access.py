@@ -57,7 +57,7 @@ def cached(answer: HttpExchange) -> int:
 
 
 @scenario_test
-async def test_without_a_valid_key_all_but_probes_is_refused(
+async def test_without_a_valid_key_all_but_probes_and_docs_is_refused(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     good = keys.add("acme")
@@ -76,13 +76,13 @@ async def test_without_a_valid_key_all_but_probes_is_refused(
         for method, path in (
             ("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/streams/a"),
             ("GET", "/metrics"), ("DELETE", "/v1/streams/a"),
-            ("GET", "/openapi.json"), ("GET", "/nowhere"),
+            ("GET", "/nowhere"), ("GET", "/docs/nowhere"),
         ):  # fmt: skip
             answer = await harness.send(method, path, headers=headers).wait_done()
             assert refusal(answer) == (401, "invalid_api_key")
             assert answer.error["type"] == "invalid_request_error"
             assert answer.headers["www-authenticate"] == "Bearer"
-    for path in ("/livez", "/readyz"):
+    for path in ("/livez", "/readyz", "/openapi.json", "/docs"):
         assert (await harness.send("GET", path).wait_done()).status == 200
     for headers in (
         {"authorization": f"Bearer {good}"},

@@ -36,7 +36,7 @@ ROOT = "/console"
 _MEDIA_TYPES = {
     "html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml",
 }  # fmt: skip
-_HEADERS = {
+PAGE_HEADERS = {
     # Scripts, styles and connections of this server only; nothing may frame the page.
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'",
@@ -99,7 +99,7 @@ class ConsoleEndpoint:
 
     async def redirect(self, _: Request) -> Response:
         """To the folder of the page; relative, for proxies with a prefix."""
-        return RedirectResponse("console/", headers=_HEADERS)
+        return RedirectResponse("console/", headers=PAGE_HEADERS)
 
     async def file(self, request: Request) -> Response:
         name = request.path_params["name"] or "index.html"
@@ -108,7 +108,7 @@ class ConsoleEndpoint:
             raise ApiError(HTTPStatus.NOT_FOUND, message, code="unknown_url")
         content, media_type = self._files[name]
         return Response(
-            content, media_type=media_type, headers=_HEADERS | {"cache-control": "no-cache"}
+            content, media_type=media_type, headers=PAGE_HEADERS | {"cache-control": "no-cache"}
         )
 
     async def fleet(self, request: Request) -> Response:
@@ -174,4 +174,4 @@ class ConsoleEndpoint:
 
 
 def _json(body: bytes) -> Response:
-    return Response(body, media_type=JSON, headers=_HEADERS | {"cache-control": "no-store"})
+    return Response(body, media_type=JSON, headers=PAGE_HEADERS | {"cache-control": "no-store"})
