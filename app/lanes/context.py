@@ -256,12 +256,12 @@ class RouterContext:
         """Count the load of a decision until it is read back, or given up."""
         began_s = self.ctx.clock.now()
         queue = self.queue
-        queue.add_unconfirmed(run, request, choice)
+        queue.inputs.add_unconfirmed(run, request, choice)
         try:
             yield
-            queue.herd_avoidance.observe_lag(1000 * (self.ctx.clock.now() - began_s))
+            queue.inputs.herd_avoidance.observe_lag(1000 * (self.ctx.clock.now() - began_s))
         finally:
-            queue.remove_unconfirmed(run, request, choice)
+            queue.inputs.remove_unconfirmed(run, request, choice)
 
     async def end_offset(self, source: Partition) -> int:
         """The next offset of a partition, as of now or later; asks until the broker answers."""

@@ -267,14 +267,14 @@ class RouterMetrics(MetricSet):
 
 
 def _queue_families(router_queue: RouterQueue, fleet: Fleet) -> Iterator[Metric]:
-    queue = router_queue.waiting
+    queue, inputs = router_queue.waiting, router_queue.inputs
     for name, meaning, value in (
         ("queued_requests", "Requests queued in this router", queue.queued_requests),
         ("deferred_requests", "Prompts from Kafka that stay in the log until the queue has room",
          queue.deferred_requests),
         ("queued_bytes", "Prompt bytes of queued requests", queue.queued_bytes),
         ("unconfirmed_assignments", "Decisions of this router not yet read back from the ledger",
-         router_queue.unconfirmed_assignments),
+         inputs.unconfirmed_assignments),
     ):  # fmt: skip
         yield GaugeMetricFamily(f"kvlane_router_{name}", meaning, value)
     # A model is known by its card or by a worker, and stays so while it has none.
@@ -294,9 +294,9 @@ def _queue_families(router_queue: RouterQueue, fleet: Fleet) -> Iterator[Metric]
         "kvlane_router_worker_slowdown_ratio",
         "Measured latency of a worker relative to its profile",
         "worker",
-        (([worker], ratio) for worker, ratio in sorted(router_queue.slowdown_by_worker.items())),
+        (([worker], ratio) for worker, ratio in sorted(inputs.slowdown_by_worker.items())),
     )
-    loads = sorted(router_queue.worker_loads.items())
+    loads = sorted(inputs.worker_loads.items())
     for name, meaning, field in (
         ("active_requests", "Active requests of a worker, from the ledger", "runs"),
         ("active_tokens", "Their prompt tokens, and output tokens when they were assigned",

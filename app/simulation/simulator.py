@@ -269,11 +269,11 @@ class Simulator:
         queue, lag_ms = router.queue, self.conditions.ledger_lag_ms
         worker, epoch, _ = placement.worker_rank
         run = RunId(attempt, placement.phase, worker, epoch)
-        queue.add_unconfirmed(run, request, placement)
+        queue.inputs.add_unconfirmed(run, request, placement)
 
         def read() -> None:
-            queue.remove_unconfirmed(run, request, placement)
-            queue.herd_avoidance.observe_lag(lag_ms)
+            queue.inputs.remove_unconfirmed(run, request, placement)
+            queue.inputs.herd_avoidance.observe_lag(lag_ms)
             record = assigned_record(
                 request.id, placement, router.name, attempt, request.service_class
             )

@@ -290,7 +290,7 @@ async def test_routers_with_the_same_records_have_the_same_queue(world: MemoryWo
         source = Partition(LEDGER, lane)
         assert len({r._ledger.position(source) for r in routers}) == 1
         assert len({r._ledger.state_hash(source) for r in routers}) == 1
-    assert all(not r._context.queue.unconfirmed for r in routers)
+    assert all(not r._context.queue.inputs.unconfirmed for r in routers)
 
 
 @scenario_test

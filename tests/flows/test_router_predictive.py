@@ -416,6 +416,6 @@ async def test_router_takes_turns_with_another_only_during_bursts(world: MemoryW
         await world.sleep(0.1)
 
     await decided(range(MIN_REQUESTS), 0.1)
-    assert queue.routing_state(0).stagger_ms is NO_STAGGER
+    assert queue.inputs.state(0).stagger_ms is NO_STAGGER
     await decided(range(100, 140), 0.0)
-    assert set(queue.routing_state(0).stagger_ms) == {hand.name}
+    assert set(queue.inputs.state(0).stagger_ms) == {hand.name}

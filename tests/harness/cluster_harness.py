@@ -130,7 +130,7 @@ class ClusterHarness(GatewayHarness):
     @property
     def is_idle(self) -> bool:
         """Whether no worker has load, in the router's state."""
-        got, own = self.router._ledger.active_load, self.router._context.queue.unconfirmed
+        got, own = self.router._ledger.active_load, self.router._context.queue.inputs.unconfirmed
         return not got and not own
 
     def _all(self, topic: str) -> list[Any]:

@@ -22,18 +22,16 @@ retries when that is predicted free (`pending.py`).
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvlane.app.routing.policy_names import QueueOrder
-from kvlane.app.routing.queueing.batch_class import BatchClass, batch_run
+from kvlane.app.routing.queueing.batch_class import BatchClass
 from kvlane.app.routing.queueing.deferred_prompts import QueueSize
 from kvlane.app.routing.queueing.evacuation import Evacuation
 from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, FairQueue, QueueKey
-from kvlane.app.routing.queueing.herd_avoidance import HerdAvoidance
 from kvlane.app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
 from kvlane.app.routing.queueing.objective import DecodeWeight
 from kvlane.app.routing.queueing.pending import (
@@ -42,25 +40,18 @@ from kvlane.app.routing.queueing.pending import (
     RequestKey,
     ReservedRequests,
 )
+from kvlane.app.routing.queueing.routing_inputs import FIRST_PHASES, RoutingInputs
 from kvlane.app.routing.queueing.waiting_requests import WaitingRequests
 from kvlane.app.routing.queueing.wake_ups import MIN_WAIT_MS, Priority, QueueName, WakeUps
-from kvlane.app.routing.queueing.worker_capacity import WorkerCapacity
 from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.decision import (
     NOTHING_PLANNED,
     Decision,
     Placement,
-    PlannedReservations,
     Reservation,
-    RoutingState,
     Wait,
 )
-from kvlane.app.routing.selection.eligibility import (
-    NO_DECODE_WORKER,
-    CandidatePools,
-    can_take,
-    pinned_worker,
-)
+from kvlane.app.routing.selection.eligibility import NO_DECODE_WORKER, CandidatePools, can_take
 from kvlane.app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     WHOLE,
@@ -71,19 +62,12 @@ from kvlane.app.routing.selection.handover_rules import (
 )
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.selection.select import not_eligible, select_worker
-from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
-from kvlane.app.routing.state.batch_runs import BatchRunKey, BatchRuns
 from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
-from kvlane.app.routing.state.performance import PerformanceModel, WorkerKind, profile_from_card
-from kvlane.app.routing.state.request_state import RunId
-from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
 from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.indexer.events import Tier
 from kvlane.streams.record_base import ServiceClass
-from kvlane.streams.records import Finished, LogRecord, Phase, PrefillDone, RunKey
-from kvlane.streams.request import Request
+from kvlane.streams.records import Finished, LogRecord, Phase, PrefillDone
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +77,6 @@ wake-up reaches, such as one behind others that is pinned to a free worker, wait
 DEFERRABLE_SHARE = 0.5
 """The share of the queue that prompts from Kafka may fill; the rest is left to HTTP, where a
 request beyond the bound is refused instead of waiting in the log."""
-FIRST_PHASES: tuple[Phase, ...] = ("aggregated", "prefill")
 
 
 class QueueConfig(NamedTuple):
@@ -135,33 +118,22 @@ class RouterQueue:
         )  # fmt: skip
         self._fleet = fleet
         self._ledger = ledger
-        self._index = index
-        self.unconfirmed, self.unconfirmed_batch = ActiveLoad(), BatchRuns()
-        """The load of this router's decisions that it has not read back."""
-        self.worker_capacity = WorkerCapacity(
-            fleet, ledger, self.unconfirmed, self.unconfirmed_batch
+        pools = CandidatePools(fleet, silent, rules.domain if rules.is_domain_required else "")
+        self.inputs = inputs = RoutingInputs(
+            router, fleet, pools, ledger, index, counts_output=config.counts_output
         )
-        self._pools = CandidatePools(
-            fleet, silent, rules.domain if rules.is_domain_required else ""
-        )
-        self.herd_avoidance = HerdAvoidance(router)
+        self.worker_capacity = inputs.worker_capacity
         self.evacuation = Evacuation(
-            fleet, ledger, self._pools, self.worker_capacity, self.unconfirmed, self.herd_avoidance
+            fleet, ledger, pools, inputs.worker_capacity, inputs.unconfirmed, inputs.herd_avoidance
         )
-        self._counts_output = config.counts_output
-        self._performance = PerformanceModel()
-        self._routed = RoutedPrefixes(index)
-        self._dispatched = Counter[Phase]()
-        self._prompt_workers: Sequence[str] = ()
-        """The workers that compute prompts, of all models."""
         self._reserved = ReservedRequests[RequestKey](config.order, self._classes)
         self._looking: dict[RequestKey, LaneRequest] = {}
         """Requests of the next pass."""
         self._new: set[RequestKey] = set()
         """Requests between `look` and `decide` that do not wait yet."""
         self.batch = BatchClass(
-            config.batch_bounds, config.batch_bound, fleet, ledger, self.unconfirmed_batch,
-            self._wake_ups, self.routing_state,
+            config.batch_bounds, config.batch_bound, fleet, ledger,
+            inputs.unconfirmed_batch, self._wake_ups, inputs.state,
         )  # fmt: skip
         self._joint_waits: dict[RequestKey, Wait] = {}
         """By request of a pass, the wait that was planned for it together with the others."""
@@ -175,7 +147,7 @@ class RouterQueue:
         self._decode_weight.set_objective(config.routing.objective)
         self._use_weight(config.routing)
         self.handover_rules = config.handover_rules
-        self._counts_output = config.counts_output
+        self.inputs.counts_output = config.counts_output
         self._classes.set_shares(config.classes)
         self.waiting.set_bounds(config.bound, config.deferrable_bound)
         self._reserved = ReservedRequests(config.order, self._classes)
@@ -216,7 +188,7 @@ class RouterQueue:
         context = None
         if self.config.queues_for_places and len(looking) > 1:
             full_workers = self.worker_capacity.full_workers(now_ms)
-            context = PlanningContext(self.routing_state(now_ms), self.config, full_workers)
+            context = PlanningContext(self.inputs.state(now_ms), self.config, full_workers)
         return plan_together(
             looking, self._reserved, context, lambda request: self._plan(request, now_ms)
         )
@@ -228,7 +200,7 @@ class RouterQueue:
         decision = self._decide(request, now_ms)
         if isinstance(decision, Placement) and decision.phase != "decode":
             local = request.prompt.local_hashes(decision.block_size)
-            return replace(decision, prefix_marks=self._routed.marks_of(local))
+            return replace(decision, prefix_marks=self.inputs.routed.marks_of(local))
         return decision
 
     def _decide(self, request: LaneRequest, now_ms: int) -> Decision:
@@ -271,11 +243,14 @@ class RouterQueue:
     ) -> FirstPhase:
         """The phase that a request begins with; see `handover_rules.first_phase`."""
         model = request.prompt.request.model
-        if not self._pools.pool(model, "prefill").rows and not self.handover_rules.is_enforced:
+        if (
+            not self.inputs.pools.pool(model, "prefill").rows
+            and not self.handover_rules.is_enforced
+        ):
             return WHOLE
         others = self._reserved.reservations_of_others(request.key)
         return first_phase(
-            request.prompt, self.routing_state(now_ms, others), self.config, self.handover_rules,
+            request.prompt, self.inputs.state(now_ms, others), self.config, self.handover_rules,
             seed=request.seed, stays_whole=stays_whole,
             full_workers=self.worker_capacity.full_workers(now_ms),
         )  # fmt: skip
@@ -289,7 +264,7 @@ class RouterQueue:
         if not self.waiting.is_full(request.queue_key, planned=len(self._new)):
             return False
         model = request.prompt.request.model
-        pools = [self._pools.pool(model, phase) for phase in FIRST_PHASES]
+        pools = [self.inputs.pools.pool(model, phase) for phase in FIRST_PHASES]
         places = [place for pool in pools for place in pool.table.worker_ranks]
         return bool(places) and self._reserved.has_reservations(places)
 
@@ -321,11 +296,11 @@ class RouterQueue:
             bound = self._ledger.sessions.preferred_rank(session.session_id, request.phase, now_ms)
         return select_worker(
             request.prompt,
-            self.routing_state(now_ms, others),
+            self.inputs.state(now_ms, others),
             config,
             seed=request.seed,
             phase=request.phase,
-            dispatched_count=self._dispatched[request.phase],
+            dispatched_count=self.inputs.dispatched[request.phase],
             excluded=request.excluded,
             full_workers=self.worker_capacity.full_workers(now_ms),
             queued_since_ms=request.since_ms,
@@ -342,79 +317,11 @@ class RouterQueue:
     def ranks_with_reservations(self) -> set[WorkerRank]:
         return self._reserved.ranks_with_reservations()
 
-    def routing_state(
-        self, now_ms: int, others: PlannedReservations = NOTHING_PLANNED
-    ) -> RoutingState:
-        performance = self._performance
-        performance.refresh(now_ms)
-        return RoutingState(
-            self._fleet, self._pools, self._index, self._ledger.active_load, self.unconfirmed,
-            now_ms, performance.mean_output_tokens, performance.slowdown, others,
-            count_output_tokens=self._counts_output,
-            expected_followups=performance.expected_followups,
-            prefill_shares=performance.prefill_shares,
-            transfer_token_ms=performance.transfer_token_ms,
-            recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
-            curves=performance.curves, step_shares=performance.step_shares,
-            routed=self._routed, usual_load=performance.usual_load,
-            stagger_ms=self.herd_avoidance.stagger_ms(
-                self._prompt_workers, self._fleet.version, now_ms, performance.mean_prefill_ms
-            ),
-        )  # fmt: skip
-
-    # --- decisions that are carried out ----------------------------------------------------------
-
-    def add_unconfirmed(self, run: RunId, request: Request, placement: Placement) -> None:
-        """Count the load of a decision that is carried out, until it is read back."""
-        place = placement.worker_rank
-        if request.service_class == "batch":
-            self.unconfirmed_batch.put(
-                place, _batch_key(run, request), batch_run(request.id, placement)
-            )
-        else:
-            self.unconfirmed.add(place, placement.load, request.hints.lora_name or "")
-        if pinned_worker(request.hints, run.phase) is None:  # for policies that go in turn
-            self._dispatched[run.phase] += 1
-        self.worker_capacity.on_assigned(run.worker, run.epoch)
-        self._routed.add(
-            RunKey(request.id, run.attempt, run.phase), place, placement.prefix_marks,
-            placement.at_ms,
-        )  # fmt: skip
-
-    def remove_unconfirmed(self, run: RunId, request: Request, placement: Placement) -> None:
-        """Undo `add_unconfirmed` when a decision was read back or not written, but not its turn."""
-        self._routed.discard_unread(RunKey(request.id, run.attempt, run.phase))
-        if request.service_class == "batch":
-            self.unconfirmed_batch.discard(_batch_key(run, request))
-        else:
-            adapter = request.hints.lora_name or ""
-            self.unconfirmed.remove(placement.worker_rank, placement.load, adapter)
-
-    # --- figures ---------------------------------------------------------------------------------
-
-    @property
-    def worker_loads(self) -> Mapping[str, WorkerLoad]:
-        """Load by worker according to the ledger, as far as it was read."""
-        loads = dict.fromkeys(self._fleet.members, NO_LOAD) | self._ledger.active_load.by_worker()
-        for rank in self._ledger.batch_runs.ranks():
-            before = loads.get(rank.worker, NO_LOAD)
-            loads[rank.worker] = before.add(self._ledger.batch_runs.load(rank))
-        return loads
-
-    @property
-    def unconfirmed_assignments(self) -> int:
-        """Decisions of this router that it has not read back."""
-        return sum(load.runs for load in self.unconfirmed.by_worker().values())
-
-    @property
-    def slowdown_by_worker(self) -> Mapping[str, float]:
-        return self._performance.slowdown
+    # --- waiting ---------------------------------------------------------------------------------
 
     @property
     def reservations(self) -> int:
         return len(self._reserved)
-
-    # --- waiting ---------------------------------------------------------------------------------
 
     def waiting_of(self, service_class: ServiceClass) -> WaitingRequests:
         return self.batch.waiting if service_class == "batch" else self.waiting
@@ -447,7 +354,7 @@ class RouterQueue:
             self.batch.wait(request, now_ms, until_ms)
             return
         if request.key not in self.waiting.keys:
-            self.waiting.add(request, self._uncached_tokens(request))
+            self.waiting.add(request, self.inputs.uncached_tokens(request.prompt, request.phase))
         retry_ms = self.waiting.retry_ms(now_ms, until_ms)
         planned_ms = self._reserved.next_retry_ms(request.key, planned)
         if planned_ms is not None:
@@ -457,13 +364,6 @@ class RouterQueue:
             self._wake_ups.add(request.key, retry_ms, name, (*request.priority, request.arrival))
         else:
             self._wake_ups.add(request.key, retry_ms)
-
-    def _uncached_tokens(self, request: LaneRequest) -> int:
-        prompt, model = request.prompt, request.prompt.request.model
-        block = self._pools.pool(model, request.phase).block_size
-        depths = self._index.depths(prompt.local_hashes(block)).depths  # found when it was planned
-        cached = int(depths[:, Tier.DEVICE].max(initial=0)) * block
-        return max(prompt.tokens - cached, 0)
 
     def leave(self, request: LaneRequest) -> None:
         """Remove a request that has a place, or that ended. After the last decode of a model, new
@@ -515,15 +415,12 @@ class RouterQueue:
 
     def on_record(self, record: LogRecord, now_ms: int, *, is_replay: bool = False) -> None:
         """A record of the ledger was applied; old records only train the estimates."""
-        self._performance.on_record(record)
+        self.inputs.on_record(record, is_replay=is_replay)
         self._decode_weight.on_record(record)
         if self._decode_weight.value != self.config.predictive_weights.decode_weight:
             self._use_weight(self.config)
-        self.herd_avoidance.on_record(record)
-        self._routed.on_record(record)
         if is_replay:
             return
-        self.worker_capacity.on_record(record)
         self.batch.on_record(record, now_ms)
         content = record.record
         if type(content) is Finished:
@@ -535,16 +432,7 @@ class RouterQueue:
 
     def on_fleet_changed(self) -> None:
         """Other workers may be eligible now: wake all requests."""
-        self._prompt_workers = [
-            name
-            for name, member in self._fleet.members.items()
-            if any(can_take(member.card, phase) for phase in FIRST_PHASES)
-        ]
-        self._performance.set_kinds({
-            name: WorkerKind(member.card.model, profile_from_card(member.card.config))
-            for name, member in self._fleet.members.items()
-        })  # fmt: skip
-        self.worker_capacity.on_fleet_changed()
+        self.inputs.on_fleet_changed()
         self.batch.on_fleet_changed()
         self.evacuation.on_fleet_changed()
         self._wake_ups.wake_lines()
@@ -555,7 +443,3 @@ def _queue_name(queue: QueueKey, phase: Phase) -> QueueName:
     """The line of requests for workers of the same roles: those of phase prefill apart, since no
     other worker serves them."""
     return (*queue, "prefill" if phase == "prefill" else "decode")
-
-
-def _batch_key(run: RunId, request: Request) -> BatchRunKey:
-    return BatchRunKey(request.id, run.attempt, run.worker, run.epoch)

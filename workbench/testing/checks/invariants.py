@@ -226,8 +226,8 @@ def _left_over(label: str, router: Router) -> Iterator[str]:
     context = router._context
     queue = context.queue
     if left := (
-        router._ledger.active_load or router._ledger.batch_runs or queue.unconfirmed
-        or queue.unconfirmed_batch or queue.waiting.keys
+        router._ledger.active_load or router._ledger.batch_runs or queue.inputs.unconfirmed
+        or queue.inputs.unconfirmed_batch or queue.waiting.keys
         or queue.batch.waiting.keys
     ):  # fmt: skip
         yield f"load: {label} still counts {left}"

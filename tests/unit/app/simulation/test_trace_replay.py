@@ -458,6 +458,6 @@ def test_every_request_ends_and_no_load_remains_despite_delays(
     )
     assert got(again.run()) == got(requests)
     for router in once.routers:
-        assert not router.queue.unconfirmed
+        assert not router.queue.inputs.unconfirmed
         assert not router.ledger.state.active_load
         assert (router.queue.reservations, router.waiting_count) == (0, 0)

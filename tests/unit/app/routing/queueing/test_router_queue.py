@@ -267,7 +267,7 @@ def test_request_waits_its_turn_at_a_worker_that_other_routers_choose_too(
             router=f"another-{number}", origin=ORIGIN, responses_from=0,
             deadline_ms=0, prompt_tokens=10, prefill_tokens=10,
         ))  # fmt: skip
-    delays = queue.queue.routing_state(queue.now_ms).stagger_ms
+    delays = queue.queue.inputs.state(queue.now_ms).stagger_ms
     assert set(delays) == set(names)
     assert max(delays.values()) > 0
     queue.send("a")
