@@ -4,17 +4,17 @@
 records cannot carry (`app/engine/output_values.py`). Lifecycle: constructed, `start`, any number of
 concurrent `generate`, `drain`, `cleanup`.
 
-1. When `start` returns, the engine is ready to generate. It logs its progress meanwhile. 2. A
-stream yields any number of outputs; exactly one, the last, has a finish reason. Or it raises
+1. When `start` returns, the engine is ready to generate. It logs its progress meanwhile.
+2. A stream yields any number of outputs; exactly one, the last, has a finish reason. Or it raises
    an EngineError, which ends it too.
-3. A stream checks `context.is_stopped` between outputs, and then ends with `cancelled`. 4. The
-resources of a stream are released in its own `finally`: a consumer may leave at any output.
+3. A stream checks `context.is_stopped` between outputs, and then ends with `cancelled`.
+4. The resources of a stream are released in its own `finally`: a consumer may leave at any output.
    `abort` stops the generation early, and is called on an explicit cancel only.
 5. `cleanup` runs once after `start`, also after a failed one; a second call does nothing. Without a
    call of `start` it does not run, so a constructor acquires no resources.
-6. An engine with a block size passes its cache events, in order, to its listener. 7. A probe
-(`Request.is_probe`) may carry token ids and nothing else. This engine alone answers it. 8. The kind
-in the config is the kind of requests: tokens, answered with tokens, or OpenAI bodies
+6. An engine with a block size passes its cache events, in order, to its listener.
+7. A probe (`Request.is_probe`) may carry token ids and nothing else. This engine alone answers it.
+8. The kind in the config is the kind of requests: tokens, answered with tokens, or OpenAI bodies
    (`Request.body`), answered with text and asides, which no other worker can resume.
 9. An engine with a `transfer_lease_s` hands prompts over. In phase prefill its last output has
    `transfer`, with which another engine can fetch the blocks within the lease; its tokens are

@@ -4,13 +4,13 @@ A view over the records of one request, in log order, the same for all readers o
 Duplicates (a producer's retry, a request delivered twice, two routers at once, a worker that was
 declared dead and still writes) are shown once.
 
-1. The attempt is the highest Fence seen, 0 before any. Chunks of other attempts are skipped. 2. The
-first Chunk of an attempt determines its run. Chunks of other runs are skipped. 3. Within the run
-`seq` must be the next one and `index` the number of tokens shown so far. A lower
+1. The attempt is the highest Fence seen, 0 before any. Chunks of other attempts are skipped.
+2. The first Chunk of an attempt determines its run. Chunks of other runs are skipped.
+3. Within the run `seq` must be the next one and `index` the number of tokens shown so far. A lower
    `seq` is a producer's retry and skipped. Anything else is a gap: this and every later Chunk of
    the run is skipped, even one with a finish reason, since the text before it is incomplete.
-4. A shown Chunk with a finish reason, or an End, ends the request. Later records are ignored. 5. A
-Chunk that would be shown, but cannot be decoded, ends the request (`apply_unreadable`).
+4. A shown Chunk with a finish reason, or an End, ends the request. Later records are ignored.
+5. A Chunk that would be shown, but cannot be decoded, ends the request (`apply_unreadable`).
 
 `streams/vectors` has the rule as test vectors for other languages.
 """
