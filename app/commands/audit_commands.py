@@ -153,7 +153,7 @@ async def _replay(view: Any, at: str) -> RebuiltView:
     settings, clock = Settings(), SystemClock()
     wanted = parse_moment(at, clock.wall_ms()) if at else None
     async with kafka_client.connect_kafka(settings, "kvlane-replay") as log:
-        with screen.reading_progress("reading") as progress:
+        with screen.reading_progress() as progress:
             return await build(log, settings, clock, view, wanted, progress)
 
 
@@ -166,7 +166,7 @@ async def _explain(request_id: str) -> tuple[RequestTimeline, str]:
 
     clock = SystemClock()
     async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
-        with screen.reading_progress("reading") as progress:
+        with screen.reading_progress() as progress:
             timeline = await tell(log, clock, request_id, progress)
         return timeline, await explain_wait(log, clock, timeline)
 
@@ -317,7 +317,7 @@ def read_lines(source: str, take: Callable[[AnyCaptureLine], None]) -> None:
 
     file = Path(source)
     if file.is_file():
-        with screen.reading_progress("reading") as progress:
+        with screen.reading_progress() as progress:
             for line in read_capture(file, progress):
                 take(line)
         return
@@ -337,7 +337,7 @@ async def _read_log(period: TimeRange, take: Callable[[AnyCaptureLine], None]) -
 
     secret = derive_secret(secrets.token_bytes(SECRET_BYTES))
     async with kafka_client.connect_kafka(Settings(), "kvlane-capture") as log:
-        with screen.reading_progress("reading") as progress:
+        with screen.reading_progress() as progress:
             async with aclosing(capturing(log, SystemClock(), period, secret, progress)) as lines:
                 async for line in lines:
                     take(line)

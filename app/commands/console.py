@@ -53,10 +53,10 @@ def progress_bar(console: Console, *, transient: bool = False) -> Progress:
 
 
 @contextmanager
-def reading_progress(name: str) -> Iterator[Callable[[int, int], None]]:
+def reading_progress() -> Iterator[Callable[[int, int], None]]:
     """A progress bar on standard error, removed at the end."""
     with progress_bar(Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name)
+        task = bar.add_task("reading")
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

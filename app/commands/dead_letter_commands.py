@@ -104,7 +104,7 @@ async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], 
         return letter.origin_topic.startswith(topic) and reason in letter.reason
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-dead-letters") as log:
-        with screen.reading_progress("reading") as bar:
+        with screen.reading_progress() as bar:
             return await list_dead_letters(log, SystemClock(), limit, wanted, bar)
 
 

@@ -235,7 +235,7 @@ async def _shadow(texts: list[str], since: str, json: Path | None) -> None:
                 found.add(log_record)
 
         with ExitStack() as bar:
-            progress = bar.enter_context(screen.reading_progress("reading"))
+            progress = bar.enter_context(screen.reading_progress())
             async with reading_fleet(log, clock, since, progress, take) as reader:
                 bar.close()
 

@@ -69,7 +69,7 @@ def usage(
     async def run() -> list[dict[str, Any]]:
         nonlocal kept_from_ms
         async with kafka_client.connect_kafka(settings, "kvlane-usage") as log:
-            with screen.reading_progress("reading") as progress:
+            with screen.reading_progress() as progress:
                 if budgets and settings.api_keys_file is not None:
                     tenants = KeyRing(read_key_file(settings.api_keys_file)).tenants
                     return await usage_report.budget_rows(log, clock, tenants, progress)

@@ -168,9 +168,8 @@ class _Deployment:
             try:
                 await asyncio.wait({running, *waits}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                await (
-                    self._ctx.cancel_tasks()
-                )  # else the supervisor would restart stopped processes
+                # Else the supervisor would restart stopped processes.
+                await self._ctx.cancel_tasks()
             if ended.is_set():
                 self._report("stopping")
             for task in (running, *waits):

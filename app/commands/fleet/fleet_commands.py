@@ -256,7 +256,7 @@ def _read(since: str, read: Callable[[_Fleet], Awaitable[T]], *, samples: bool =
             if samples:
                 await sampler.begin()
             with ExitStack() as bar:
-                progress = bar.enter_context(screen.reading_progress("reading"))
+                progress = bar.enter_context(screen.reading_progress())
                 async with reading_fleet(log, clock, since, progress) as reader:
                     bar.close()
                     return await read(_Fleet(reader, sampler, settings.worker_timeout_s))

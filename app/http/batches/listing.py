@@ -54,8 +54,8 @@ def list_response(objects: list[dict[str, Any]], *, has_more: bool) -> Response:
     })  # fmt: skip
 
 
-def json_response(body: object, status: int = HTTPStatus.OK) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type=JSON)
+def json_response(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type=JSON)
 
 
 def limit_of(query: QueryParams, default: int, most: int) -> tuple[int, bool]:
