@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from kvlane.app.audit.fleet.routing_rows import RoutingRow
+    from kvlane.app.audit.fleet.routing_rows import RoutingOf, RoutingRow
     from kvlane.app.audit.shadow import ShadowRow
     from kvlane.app.routing.state.fleet import Fleet, PlacedOrder
     from kvlane.streams.clock import Clock
@@ -90,13 +90,15 @@ def set_settings(
     Other settings of the last order stay. The order holds for routers that start later too, until
     `kvlane routing reset`. Requests that wait are planned anew; none is lost.
 
+    Exit code 1 if a router does not route by it after 5 seconds, with the reason; the order stands.
+
     Examples:
 
     - `kvlane routing set policy=dynamo session_affinity_tolerance=0.2`
 
     - `kvlane routing set queue_order=edf 'queue_classes={"reports": {"weight": 0.2}}'`
     """
-    _show(json, *asyncio.run(_set(parse_settings(settings))))
+    _show_all(json, "order", *asyncio.run(_set(parse_settings(settings))))
 
 
 def shadow(
@@ -128,11 +130,13 @@ def shadow(
 def reset(*, json: RowsOption = None) -> None:
     """End the order: all routers route by their own settings again.
 
+    Exit code 1 if a router does not after 5 seconds; the order has ended.
+
     Examples:
 
     - `kvlane routing reset`
     """
-    _show(json, *asyncio.run(_reset()))
+    _show_all(json, "own", *asyncio.run(_reset()))
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
@@ -263,6 +267,15 @@ def _shadow_view(rows: list[ShadowRow], policy: str, texts: list[str]) -> Render
         )  # fmt: skip
     words = f"to make them hold: kvlane routing set {shlex.join(texts)}"
     return Group(table, Text(f"\n{words}", "dim"))
+
+
+def _show_all(
+    json: Path | None, routing_of: RoutingOf, placed: PlacedOrder | None, rows: list[RoutingRow]
+) -> None:
+    """As `_show`. Exit code 1 unless all routers route by these settings."""
+    _show(json, placed, rows)
+    if any(row.routing_of != routing_of for row in rows):
+        raise typer.Exit(1)
 
 
 def _show(json: Path | None, placed: PlacedOrder | None, rows: list[RoutingRow]) -> None:

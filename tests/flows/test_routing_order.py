@@ -168,7 +168,7 @@ def test_commands_show_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(broker.records(REGISTRY, 0)) == []
     report("r1")
     code, output = run("set", "policy=dynamo", "session_affinity_tolerance=0.20")
-    assert "r1: the order is not read yet" in output
+    assert (code, "r1: the order is not read yet" in output) == (1, True)
     code, output = run("set", 'queue_classes={"a": {"weight": 2}}')
     stored = [decode(record) for record in broker.records(REGISTRY, 0)]
     assert stored[-1] == RoutingOrder(
@@ -189,7 +189,8 @@ def test_commands_show_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = run()
     assert "r1, r2: by the order" in output
     assert "r3: own settings, since it cannot use the order: it has format 1" in output
-    report("r1", None)
+    for name in ("r1", "r2", "r3"):
+        report(name)
     code, output = run("reset")
     assert code == 0
     assert "no order" in output
