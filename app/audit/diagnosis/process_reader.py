@@ -71,7 +71,7 @@ async def _read(http: aiohttp.ClientSession, url: str, key: str, samples: int) -
             break
         try:
             newer = _parse(page.text)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, OverflowError):
             unmeasured = "/metrics: its answer has no figures in the form of Prometheus"
             break
         metrics = _Metrics(newer.counts, metrics.hashes | newer.hashes)

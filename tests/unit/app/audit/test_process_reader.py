@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -11,6 +12,7 @@ from kvlane.app.audit.diagnosis.facts import ProcessAnswer
 from kvlane.app.audit.diagnosis.process_reader import read_processes
 
 GAPS = "kvlane_gateway_stream_gaps_total"
+VIEW = 'view="index",topic="kv-events",partition="0"'
 
 
 async def _answer_with(*parts: bytes) -> ProcessAnswer:
@@ -41,7 +43,10 @@ async def test_metrics_that_come_in_parts_are_read_to_their_end() -> None:
     assert (answer.counts, answer.unmeasured) == ({GAPS: 3.0}, "")
 
 
-async def test_page_without_metrics_is_no_error_of_the_command() -> None:
-    answer = await _answer_with(b"<!doctype html>\n<title>Sign in</title>\n")
+@pytest.mark.parametrize(
+    "page", ["<!doctype html>\n<title>Sign in</title>\n", f"kvlane_view_offset{{{VIEW}}} +Inf\n"]
+)
+async def test_page_without_metrics_is_no_error_of_the_command(page: str) -> None:
+    answer = await _answer_with(page.encode())
     assert (answer.live, answer.counts) == (200, None)
     assert answer.unmeasured.startswith("/metrics: ")
