@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvlane.app.configuration.setting_values import unique_name
 from kvlane.app.routing.policy_names import MAX_WEIGHT, Objective, PolicyName, QueueOrder
-from kvlane.app.routing.queueing.fair_share import ClassConfig
+from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig
 
 ORDERED_SETTINGS = (
     "policy", "objective", "max_queue_wait_s", "session_affinity_tolerance", "overlap_score_credit",
@@ -27,11 +27,12 @@ class RouterSettings(BaseModel):
         description="name of this router, unique in the deployment",
     )
     max_queued_requests: int = Field(
-        4096, ge=0, description="requests that a router queues before it rejects more"
+        4096, ge=0, le=UNBOUNDED, description="requests that a router queues before it rejects more"
     )
     max_queued_tokens: int = Field(
         100_000_000,
         ge=0,
+        le=UNBOUNDED,
         description="uncached prompt tokens of interactive requests that a router queues; beyond "
         "it one over HTTP ends with queue_full, and from half of it prompts from Kafka stay in the "
         "log",
@@ -39,6 +40,7 @@ class RouterSettings(BaseModel):
     max_queued_bytes: int = Field(
         1024 * 1024 * 1024,
         ge=0,
+        le=UNBOUNDED,
         description="prompt bytes that a router queues before it rejects more: an image counts as "
         "few tokens and takes megabytes",
     )
@@ -52,6 +54,7 @@ class RouterSettings(BaseModel):
     handover_min_tokens: int = Field(
         2048,
         ge=0,
+        le=UNBOUNDED,
         description="a prompt with fewer uncached tokens, which are also less than "
         "KVLANE_HANDOVER_MIN_SHARE of it, is computed by its decode worker",
     )
@@ -192,8 +195,9 @@ class RouterSettings(BaseModel):
         for name, share in value.items():
             if share.weight <= 0:
                 raise ValueError(f"{name!r}: give a weight above 0")
-            if min(share.max_queued_requests, share.max_queued_tokens) < 0:
-                raise ValueError(f"{name!r}: give bounds of 0 or more")
+            bounds = share.max_queued_requests, share.max_queued_tokens
+            if not all(0 <= bound <= UNBOUNDED for bound in bounds):
+                raise ValueError(f"{name!r}: give bounds from 0 to {UNBOUNDED}")
             if share.ttft_target_ms is not None and not share.ttft_target_ms > 0:
                 raise ValueError(f"{name!r}: give a ttft_target_ms above 0")
         return value

@@ -161,6 +161,8 @@ def test_commands_show_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
         ("policy=best", "KVLANE_POLICY=best: Input should be 'predictive'"),
         ("overlap_decay=-1", "greater than or equal to 0"),
         ("active_request_weight=1e308", "less than or equal to 1000000"),
+        (f"max_queued_requests={10**30}", f"less than or equal to {2**62}"),
+        (f'queue_classes={{"a": {{"max_queued_tokens": {2**63 - 1}}}}}', "give bounds from 0"),
     ):  # fmt: skip
         code, output = run("set", "session_affinity_tolerance=0.2", wrong)
         assert code == 1
