@@ -37,7 +37,13 @@ from kvlane.streams import records
 from kvlane.streams.clock import Clock
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.decoding import RecordDecoder
-from kvlane.streams.reading.range_reader import Progress, read_range
+from kvlane.streams.reading.range_reader import (
+    OffsetBounds,
+    Progress,
+    offsets_between,
+    oldest_offsets,
+    read_range,
+)
 from kvlane.streams.records import Assigned, Finished, LogRecord, PrefillDone, Tombstone, WorkerCard
 from kvlane.streams.request import Request
 from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS
@@ -68,15 +74,6 @@ async def capture_period(
     yield CaptureTotals(
         lines=dict(counts), unread=reading.unread, without_request=reading.without_request
     )
-
-
-class _Bounds(NamedTuple):
-    starts: dict[Partition, int]
-    ends: dict[Partition, int]
-
-    @property
-    def size(self) -> int:
-        return sum(end - self.starts[source] for source, end in self.ends.items())
 
 
 class _Epoch(NamedTuple):
@@ -114,10 +111,10 @@ class _Reading:
         await self._read_registry()
         for worker in self._workers():
             yield worker
-        requests = await self._bounds(REQUESTS, from_ms, to_ms)
-        decided = await self._bounds(LEDGER, from_ms, to_ms)
-        later = await self._bounds(LEDGER, to_ms, to_ms + MAX_LIFETIME_MS)
-        self._kept = await self._oldest(REQUESTS)
+        requests = await offsets_between(self._log, REQUESTS, from_ms, to_ms)
+        decided = await offsets_between(self._log, LEDGER, from_ms, to_ms)
+        later = await offsets_between(self._log, LEDGER, to_ms, to_ms + MAX_LIFETIME_MS)
+        self._kept = await oldest_offsets(self._log, REQUESTS)
         total = requests.size + decided.size
         async with aclosing(
             self._log_records(requests, partial(_later, progress, 0, total))
@@ -144,7 +141,7 @@ class _Reading:
     # --- the log ---------------------------------------------------------------------------------
 
     async def _log_records(
-        self, bounds: _Bounds, progress: Progress = lambda _done, _total: None
+        self, bounds: OffsetBounds, progress: Progress = lambda _done, _total: None
     ) -> AsyncGenerator[tuple[Partition, LogRecord], None]:
         reading = read_range(self._log, self._clock, *bounds, progress=progress)
         decoding = RecordDecoder(self._log, self._clock)
@@ -155,24 +152,13 @@ class _Reading:
                 for log_record in log_records:
                     yield source, log_record
 
-    async def _bounds(self, topic: str, from_ms: int, to_ms: int) -> _Bounds:
-        starts, ends = await self._oldest(topic), {}
-        for source, oldest in starts.items():
-            partition = source.partition
-            starts[source] = max(oldest, await self._log.offset_at(topic, partition, from_ms))
-            ends[source] = await self._log.offset_at(topic, partition, to_ms)
-        return _Bounds(starts, {s: max(end, starts[s]) for s, end in ends.items()})
-
-    async def _oldest(self, topic: str) -> dict[Partition, int]:
-        partitions = range(await self._log.partitions(topic))
-        oldest = await self._log.start_offsets(topic, partitions)
-        return {Partition(topic, p): offset for p, offset in oldest.items()}
-
     async def _read_registry(self) -> None:
         source = Partition(REGISTRY, 0)
         ends = await self._log.end_offsets(REGISTRY, [0])
         async with aclosing(
-            self._log_records(_Bounds(await self._oldest(REGISTRY), {source: ends[0]}))
+            self._log_records(
+                OffsetBounds(await oldest_offsets(self._log, REGISTRY), {source: ends[0]})
+            )
         ) as log_records:
             async for _, log_record in log_records:
                 self._fleet.apply(source, [log_record], log_record.offset + 1)

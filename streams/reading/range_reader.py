@@ -80,6 +80,34 @@ async def read_range(
         await reader.close()
 
 
+class OffsetBounds(NamedTuple):
+    """The first offsets of partitions that count, and the ends that do not, by partition."""
+
+    starts: dict[Partition, int]
+    ends: dict[Partition, int]
+
+    @property
+    def size(self) -> int:
+        return sum(end - self.starts[source] for source, end in self.ends.items())
+
+
+async def offsets_between(log: Log, topic: str, from_ms: int, to_ms: int) -> OffsetBounds:
+    """The offsets of a topic that were appended in [from_ms, to_ms), ms since 1970, as far as they
+    are kept. Raises BrokerUnavailable."""
+    starts, ends = await oldest_offsets(log, topic), {}
+    for source, oldest in starts.items():
+        partition = source.partition
+        starts[source] = max(oldest, await log.offset_at(topic, partition, from_ms))
+        ends[source] = max(starts[source], await log.offset_at(topic, partition, to_ms))
+    return OffsetBounds(starts, ends)
+
+
+async def oldest_offsets(log: Log, topic: str) -> dict[Partition, int]:
+    """The offset of the oldest record kept, by partition. Raises BrokerUnavailable."""
+    oldest = await log.start_offsets(topic, range(await log.partitions(topic)))
+    return {Partition(topic, partition): offset for partition, offset in oldest.items()}
+
+
 async def tail(
     log: Log, positions: Mapping[Partition, int], poll_s: float = POLL_S, *, moving: bool = False
 ) -> AsyncGenerator[Sequence[Record], None]:
