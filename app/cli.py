@@ -30,6 +30,7 @@ from kvlane.app.commands import (
 )
 from kvlane.app.commands.console import escape_lines
 from kvlane.app.commands.fleet import doctor_command, fleet_commands
+from kvlane.app.commands.rehearsal import rehearse_command
 from kvlane.app.commands.simulation import simulate_command, size_command
 
 _ERROR_CODES = {"status": 3, "doctor": 3}
@@ -99,6 +100,7 @@ app.command()(audit_commands.replay)
 app.command(context_settings={"ignore_unknown_options": True})(audit_commands.verify_decisions)
 app.command()(audit_commands.capture)
 app.command()(routing_commands.shadow)
+app.command()(rehearse_command.rehearse)
 app.command()(simulate_command.simulate)
 app.command()(size_command.size)
 app.add_typer(batch_commands.app, name="batch")

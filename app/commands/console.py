@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
 import msgspec
@@ -14,6 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TABLE_WIDTH = 160
 
@@ -69,6 +73,15 @@ def write_json(file: Path | None, value: Any) -> None:
         sys.stdout.write(text.decode())
     else:
         file.write_bytes(text)
+
+
+def plot_page(title: str, figure: Figure, before: str = "") -> str:
+    """A self-contained page with a plot, after a piece of HTML."""
+    picture = StringIO()
+    figure.savefig(picture, format="svg")
+    svg = picture.getvalue()
+    head = f"<!doctype html><meta charset=utf-8><title>{title}</title>{before}"
+    return head + svg[svg.index("<svg") :]
 
 
 def format_value(value: Any) -> str:

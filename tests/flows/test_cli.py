@@ -21,7 +21,7 @@ from workbench.bench.report import Report, Threshold
 
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"], ["asyncapi"],
-    ["status"], ["top"], ["workers"], ["models"], ["requests"], ["queue"],
+    ["status"], ["top"], ["workers"], ["models"], ["requests"], ["queue"], ["rehearse"],
     ["explain"], ["replay"], ["verify-decisions"], ["simulate"],
     ["topics"], ["topics", "skip"], ["topics", "create"], ["topics", "describe"],
     ["keys"], ["keys", "create"], ["keys", "list"], ["keys", "revoke"], ["keys", "limit"],

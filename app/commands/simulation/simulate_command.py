@@ -18,6 +18,8 @@ from kvlane.app.perf_curves import ProfileName
 from kvlane.app.routing.policy_names import Objective, QueueOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvlane.app.simulation.mixed_runs import MixedRun
     from kvlane.app.traces.mooncake_trace import TraceRow
 
@@ -210,7 +212,7 @@ def simulate(
         mixed = MixedRun(workers, speed, blocks, curves=curves)
         _show_mix(_rows(trace, requests, rate, trace_seed), batch, mixed, json)
         return
-    _can_draw(plot)
+    check_drawable(plot)
     played = PreparedTrace(_rows(trace, requests, rate, trace_seed), _targets_ms(ttft_target))
     compile_all()
     like = SimulationRun(
@@ -298,16 +300,18 @@ def _show_mix(rows: list[TraceRow], batch: str, run: MixedRun, json: Path | None
 PLOT_SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
 
-def _can_draw(plot: Path | None) -> None:
-    """Check before the simulation that the plot can be drawn. Raises BadParameter."""
+def check_drawable(
+    plot: Path | None, suffixes: Collection[str] = PLOT_SUFFIXES, option: str = "--plot"
+) -> None:
+    """Check before the work that the plot of an option can be drawn. Raises BadParameter."""
     if plot is None:
         return
-    if plot.suffix not in PLOT_SUFFIXES:
+    if plot.suffix not in suffixes:
         raise typer.BadParameter(
-            f"--plot {plot}: its name must end in one of {', '.join(PLOT_SUFFIXES)}"
+            f"{option} {plot}: its name must end in one of {', '.join(suffixes)}"
         )
     if find_spec("matplotlib") is None:
-        raise typer.BadParameter(f"--plot needs matplotlib: {install_hint('plot')}")
+        raise typer.BadParameter(f"{option} needs matplotlib: {install_hint('plot')}")
 
 
 def _rows(trace: str, requests: int | None, rate: float | None, seed: int | None) -> list[TraceRow]:

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
-from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -75,11 +74,7 @@ def plot_policies(
     if file.suffix != ".html":
         figure.savefig(file, dpi=120)
         return
-    picture = StringIO()
-    figure.savefig(picture, format="svg")
-    svg = picture.getvalue()
-    head = "<!doctype html><meta charset=utf-8><title>kvlane simulate</title>"
-    file.write_text(head + svg[svg.index("<svg") :], "utf-8")
+    file.write_text(screen.plot_page("kvlane simulate", figure), "utf-8")
 
 
 POLICY_FIGURES: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
