@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from itertools import takewhile
 
 from kvlane.app.engine.echo import echo_answer
 from kvlane.app.http.openai.passthrough_fields import JsonObject, merge_fields
@@ -162,9 +163,11 @@ def _misread(
 
 def _misheard(reader: AnswerReader, shown: dict[str, Transcript], causes: _Causes) -> Iterator[str]:
     if not reader.is_over:
-        open_answers = [answer for answer in reader.answers if not answer.outcome]
-        if due := [answer.id for answer in open_answers if not causes.may_wait(answer)]:
-            yield f"waiting: {reader.name} got no end of {due}"
+        # A client resumes one answer after the other: those behind one that may wait are not due.
+        still_open = (answer for answer in reader.answers if not answer.outcome)
+        due = takewhile(lambda answer: not causes.may_wait(answer), still_open)
+        if ids := [answer.id for answer in due]:
+            yield f"waiting: {reader.name} got no end of {ids}"
     if reader.unexpected_errors:
         yield f"surprise: {reader.name} got {reader.unexpected_errors}"
     for answer in reader.answers:
