@@ -33,9 +33,9 @@ MAX_STEPS_A_SECOND = 1_000
 """The same for each second of an absence."""
 LONG_FACTOR = 3
 """Factor of MAX_STEPS where engines cache, as they compute step by step and publish events, and
-where a peak takes its time; of both where answers are long, as one worker may have a dozen of
-them, one at a time, where replies go to a topic that takes none, each for 96 s, and where a tenant
-may have one job at a time."""
+where a peak takes its time; of both where answers are long, as those of agents, since one worker
+may have a dozen of them, one at a time, where replies go to a topic that takes none, each for
+96 s, and where a tenant may have one job at a time."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ async def _play(world: SimulatedWorld) -> list[str]:
 
 
 def _drains_long(shape: WorldParameters) -> bool:
-    return not shape.scenarios.isdisjoint({"long answers", "replies", "limits"})
+    return not shape.scenarios.isdisjoint({"long answers", "agents", "replies", "limits"})
 
 
 @contextmanager
