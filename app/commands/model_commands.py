@@ -153,6 +153,8 @@ def _check_names(alias: ModelAlias, models: Sequence[str]) -> None:
         )
     if too_long := next((n for n in (alias.name, *models) if len(n) > MAX_NAME_CHARS), None):
         raise BadAlias(f"{too_long[:20]!r}… has more than {MAX_NAME_CHARS} characters")
+    if not alias.name.isprintable():
+        raise BadAlias(f"{alias.name!r} has characters that cannot be printed")
     if twice := next((model for model in models if models.count(model) > 1), None):
         raise BadAlias(f"{twice!r} is given twice")
     if alias.name in models:

@@ -286,6 +286,8 @@ async def test_result_of_a_prompt_names_the_alias(world: MemoryWorld, topic: str
         ("chat=a:0,b:0", "a weight above 0"),
         ("chat=a:1,a:2", "given twice"),
         ("chat=chat", "alias of itself"),
+        ("ch\udcff=a", "cannot be printed"),
+        ("chat\n=a", "cannot be printed"),
         (f"chat={'m' * 201}", "more than 200 characters"),
         (f"chat={','.join(f'm{n}:1' for n in range(101))}", "at most 100"),
     ],
