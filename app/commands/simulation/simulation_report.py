@@ -64,10 +64,11 @@ def plot_policies(
         ax.set_title(f"{title}, {unit}", loc="left", fontsize="medium")
         ax.grid(axis="x", alpha=0.3)
     first = rows[0]
-    conditions = f", {first['conditions']}" if first["conditions"] else ""
+    speed = "" if first["speed"] == 1 else f", {first['speed']:g} times its rate"
+    conditions = f"; {first['conditions']}" if first["conditions"] else ""
     figure.suptitle(
-        f"Routing policies on {trace}\n{first['requests']} requests, {first['workers']} workers, "
-        f"{first['speed']:g} times the rate of the trace{conditions}"
+        f"Routing policies on {trace}{speed}\n{first['requests']} requests, "
+        f"{first['workers']} workers{conditions}"
     )
     figure.legend([*shown.values()], [*shown], loc="outside lower right", ncols=2)
     figure.text(0.01, 0.01, f"kvlane {version('kvlane')}, {created_on}", fontsize="small")
