@@ -25,7 +25,7 @@ from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Finished
 from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.capture_harness import SHAPE, conversations
-from tests.harness.kafka_processes import kvlane, provisioned
+from tests.harness.kafka_processes import kvlane, provisioned, set_environment
 
 LANES = 4
 COUNT = 60
@@ -81,11 +81,7 @@ async def answers(log: KafkaLog) -> set[str]:
 async def test_every_decision_on_a_real_broker_is_recomputed_bit_for_bit(
     kafka: Broker, topic_prefix: str, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in (
-        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
-        ("LANES", str(LANES)), ("POLICY", policy), ("DRAIN_GRACE_S", "0"),
-    ):  # fmt: skip
-        monkeypatch.setenv(f"KVLANE_{name}", value)
+    set_environment(monkeypatch, kafka, topic_prefix, lanes=LANES, policy=policy, drain_grace_s=0)
     settings = Settings()
     async with provisioned(settings) as log:
         async with staff(settings):

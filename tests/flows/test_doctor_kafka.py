@@ -37,7 +37,7 @@ from kvlane.streams.records import (
     WorkerCard,
 )
 from kvlane.streams.topics import DEAD_LETTERS, KV_EVENTS, REGISTRY
-from tests.harness.kafka_processes import provisioned
+from tests.harness.kafka_processes import provisioned, set_environment
 
 WORKER = "w1"
 WAIT_S = 120.0
@@ -140,11 +140,7 @@ async def change_topics(servers: str, prefix: str) -> None:
 async def test_planted_faults_are_found_and_none_before(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in (
-        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
-        ("LANES", "2"), ("WORKER_TIMEOUT_S", "40"),
-    ):  # fmt: skip
-        monkeypatch.setenv(f"KVLANE_{name}", value)
+    set_environment(monkeypatch, kafka, topic_prefix, lanes=2, worker_timeout_s=40)
     for name, limit in PATIENCE:
         monkeypatch.setattr(f"kvlane.app.audit.{name}", limit)
     settings = Settings(router_id="r1", status_port=0)

@@ -16,7 +16,7 @@ from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
-from tests.harness.kafka_processes import app_process, provisioned
+from tests.harness.kafka_processes import app_process, provisioned, set_environment
 
 WAIT_S = 120.0
 
@@ -35,12 +35,10 @@ async def status_with(exit_code: int, worker_state: str) -> Any:
 async def test_status_fails_with_the_name_of_a_killed_worker(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in (
-        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
-        ("LANES", "2"), ("WORKER_ID", "w-killed"), ("WORKER_TIMEOUT_S", "2"),
-        ("HEARTBEAT_INTERVAL_S", "0.5"), ("CACHE_DIR", str(tmp_path / "cache")),
-    ):  # fmt: skip
-        monkeypatch.setenv(f"KVLANE_{name}", value)
+    set_environment(
+        monkeypatch, kafka, topic_prefix, lanes=2, worker_id="w-killed", worker_timeout_s=2,
+        heartbeat_interval_s=0.5, cache_dir=tmp_path / "cache",
+    )  # fmt: skip
     settings = Settings(router_id="r1", status_port=None)
     ctx = ProcessContext("r1", rng=random.Random(1))
     async with provisioned(settings) as log:

@@ -16,15 +16,14 @@ from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.gateway import Gateway
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext, open_log
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
-from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.client import Client
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.prompt import Prompt
-from tests.harness.kafka_processes import WAIT_S, kvlane, provisioned
+from tests.harness.kafka_processes import WAIT_S, KafkaParts, kvlane, provisioned, set_environment
 
 MODELS = ("llama-a", "llama-b")
 SWITCHES, PAUSE_S, CLIENTS, STEP_S = 20, 0.1, 4, 0.005
@@ -37,12 +36,8 @@ pytestmark = pytest.mark.slow
 async def settings(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Settings]:
-    for name, value in (
-        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
-        ("LANES", "2"), ("HASH_SECRET", "tests"), ("HTTP_PORT", "0"),
-    ):  # fmt: skip
-        monkeypatch.setenv(f"KVLANE_{name}", value)
-    settings = Settings(router_id="r", status_port=None)
+    set_environment(monkeypatch, kafka, topic_prefix, lanes=2, hash_secret="tests", http_port=0)
+    settings = Settings(status_port=None)
     async with provisioned(settings):
         yield settings
 
@@ -50,31 +45,18 @@ async def settings(
 @pytest.fixture
 async def http(settings: Settings) -> AsyncIterator[openai.AsyncOpenAI]:
     """A client of a deployment with a worker for each model."""
-    parts = []
-    for name in (*MODELS, "router", "preprocessor", "gateway"):
-        own = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
-        ctx = ProcessContext(name)
-        await own.start()
-        part: Worker | Router | Preprocessor | Gateway
-        if name in MODELS:
-            engine = EchoEngine(ctx.clock, STEP_S, model=name, context_length=500)
-            part = Worker(own, settings, ctx, engine, worker_id=name)
-        elif name == "gateway":
-            part = gateway = Gateway(own, settings, ctx)
-        else:
-            part = (Router if name == "router" else Preprocessor)(own, settings, ctx)
-        await part.start()
-        parts.append((own, ctx, part))
+    parts = KafkaParts(settings)
+    for name in MODELS:
+        engine = EchoEngine(SystemClock(), STEP_S, model=name, context_length=500)
+        await parts.start_worker(name, engine)
+    await parts.start("router", Router)
+    await parts.start("preprocessor", Preprocessor)
+    gateway = await parts.start("gateway", Gateway)
     async with openai.AsyncOpenAI(
         base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
     ) as client:
         yield client
-    for own, ctx, part in reversed(parts):
-        assert ctx.error is None
-        if not isinstance(part, Worker):
-            await part.stop()
-        await ctx.cancel_tasks()
-        await own.close()
+    await parts.stop()
 
 
 async def ask(http: openai.AsyncOpenAI) -> str:

@@ -12,15 +12,14 @@ from kvlane.app.audit.timeline import explain_request
 from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext, open_log
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
-from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.client import Client
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.prompt import Prompt
-from tests.harness.kafka_processes import WAIT_S, kvlane, provisioned
+from tests.harness.kafka_processes import WAIT_S, KafkaParts, kvlane, provisioned, set_environment
 
 ROUTERS = ("r1", "r2")
 CLIENTS, STEP_S, WARM_UP_S = 4, 0.005, 1.0
@@ -32,11 +31,9 @@ pytestmark = pytest.mark.slow
 async def settings(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Settings]:
-    for name, value in (
-        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
-        ("LANES", "2"), ("HASH_SECRET", "tests"), ("POLICY", "least_loaded"),
-    ):  # fmt: skip
-        monkeypatch.setenv(f"KVLANE_{name}", value)
+    set_environment(
+        monkeypatch, kafka, topic_prefix, lanes=2, hash_secret="tests", policy="least_loaded"
+    )
     settings = Settings(status_port=None)
     async with provisioned(settings):
         yield settings
@@ -45,28 +42,14 @@ async def settings(
 @pytest.fixture
 async def deployment(settings: Settings) -> AsyncIterator[None]:
     """A worker that takes two runs, two routers and a preprocessor."""
-    parts = []
-    for name in ("w1", *ROUTERS, "preprocessor"):
-        own = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
-        ctx = ProcessContext(name)
-        await own.start()
-        part: Worker | Router | Preprocessor
-        if name == "w1":
-            engine = EchoEngine(ctx.clock, STEP_S, model="demo", context_length=500)
-            part = Worker(own, settings, ctx, engine, worker_id=name)
-        elif name in ROUTERS:
-            part = Router(own, settings, ctx, name)
-        else:
-            part = Preprocessor(own, settings, ctx)
-        await part.start()
-        parts.append((own, ctx, part))
+    parts = KafkaParts(settings)
+    engine = EchoEngine(SystemClock(), STEP_S, model="demo", context_length=500)
+    await parts.start_worker("w1", engine)
+    for name in ROUTERS:
+        await parts.start(name, Router)
+    await parts.start("preprocessor", Preprocessor)
     yield
-    for own, ctx, part in reversed(parts):
-        assert ctx.error is None
-        if not isinstance(part, Worker):
-            await part.stop()
-        await ctx.cancel_tasks()
-        await own.close()
+    await parts.stop()
 
 
 async def decision_of(log: KafkaLog, request_id: str) -> tuple[str, str, int | None]:

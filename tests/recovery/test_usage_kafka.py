@@ -22,16 +22,13 @@ from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import EngineOutput, GenerateContext
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
-from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.client import Client, ReplyResult
 from kvlane.streams.clock import SystemClock
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.request import Request
-from tests.harness.kafka_processes import kvlane, provisioned
+from tests.harness.kafka_processes import KafkaParts, kvlane, provisioned, set_environment
 
 IS_LONG = bool(os.environ.get("KVLANE_TEST_LONG"))
 REQUESTS, ROUNDS = (10_000, 10) if IS_LONG else (240, 1)
@@ -65,28 +62,20 @@ class CountingEngine(EchoEngine):
 class Parts:
     """Parts of a deployment in this process, by name; each can be killed."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.counted: dict[str, int] = {}
-        self._running: dict[str, tuple[KafkaLog, ProcessContext]] = {}
+        self._parts = KafkaParts(settings)
 
     async def start(self, *names: str) -> None:
         for name in names:
-            settings = Settings(router_id=name, status_port=None)
-            own = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
-            ctx = ProcessContext(name)
-            await own.start()
-            self._running[name] = own, ctx
             if name.startswith("w"):
                 engine = CountingEngine(self.counted, max_num_seqs=16)
-                await Worker(own, settings, ctx, engine, worker_id=name).start()
+                await self._parts.start_worker(name, engine)
             else:
-                await PARTS[name.rstrip("0123456789")](own, settings, ctx).start()
+                await self._parts.start(name, PARTS[name.rstrip("0123456789")])
 
     async def kill(self, *names: str) -> None:
-        for name in names or list(self._running):
-            own, ctx = self._running.pop(name)
-            await ctx.cancel_tasks()
-            await own.close()
+        await self._parts.kill(*(names or self._parts.names))
 
 
 async def usage(by: str) -> list[dict[str, Any]]:
@@ -99,14 +88,13 @@ async def usage(by: str) -> list[dict[str, Any]]:
 async def parts(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Parts]:
-    for name, value in (
-        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
-        ("LANES", "2"), ("HASH_SECRET", "tests"), ("WORKER_TIMEOUT_S", "2"),
-        ("HEARTBEAT_INTERVAL_S", "0.5"), ("SESSION_TIMEOUT_MS", "6000"), ("MAX_NUM_SEQS", "16"),
-    ):  # fmt: skip
-        monkeypatch.setenv(f"KVLANE_{name}", value)
-    async with provisioned(Settings()):
-        parts = Parts()
+    set_environment(
+        monkeypatch, kafka, topic_prefix, lanes=2, hash_secret="tests", worker_timeout_s=2,
+        heartbeat_interval_s=0.5, session_timeout_ms=6000, max_num_seqs=16,
+    )  # fmt: skip
+    settings = Settings(status_port=None)
+    async with provisioned(settings):
+        parts = Parts(settings)
         try:
             yield parts
         finally:
