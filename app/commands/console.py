@@ -75,13 +75,13 @@ def write_json(file: Path | None, value: Any) -> None:
         file.write_bytes(text)
 
 
-def plot_page(title: str, figure: Figure, before: str = "") -> str:
-    """A self-contained page with a plot, after a piece of HTML."""
+def plot_page(title: str, figure: Figure, after: str = "") -> str:
+    """A self-contained page with a plot, and a piece of HTML after it."""
     picture = StringIO()
     figure.savefig(picture, format="svg")
     svg = picture.getvalue()
-    head = f"<!doctype html><meta charset=utf-8><title>{title}</title>{before}"
-    return head + svg[svg.index("<svg") :]
+    head = f"<!doctype html><meta charset=utf-8><title>{title}</title>"
+    return head + svg[svg.index("<svg") :] + after
 
 
 def format_value(value: Any) -> str:
