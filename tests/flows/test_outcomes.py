@@ -78,7 +78,7 @@ async def test_busy_workers_take_nothing_and_all_busy_is_reported_at_the_deadlin
     await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await cluster.occupy("w1")
     answer = cluster.complete_with()
-    await _refused(answer, 529, "all_busy", "busy")
+    await _refused(answer, 529, "all_busy", "at their load limits")
     assert answer.headers["retry-after"]
     await cluster.start_worker("w2")
     assert (await cluster.wait_decision()).worker == "w2"
@@ -109,7 +109,7 @@ async def test_full_queue_ends_the_request_immediately(world: MemoryWorld) -> No
     cluster = await ClusterHarness.start(world, (), max_queued_requests=0)
     await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await cluster.occupy("w1")
-    await _refused(cluster.complete_with(), 529, "queue_full", "busy")
+    await _refused(cluster.complete_with(), 529, "queue_full", "at their load limits")
 
 
 @scenario_test
