@@ -134,7 +134,7 @@ def test_classes_are_a_setting() -> None:
     [
         ({"weight": 0}, "above 0"),
         ({"weight": float("nan")}, "finite"),
-        ({"max_queued_tokens": -1}, "0 or more"),
+        ({"max_queued_tokens": -1}, "bounds from 0 to"),
         ({"wait": 1}, "wait"),
     ],
 )
