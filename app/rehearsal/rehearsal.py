@@ -203,14 +203,14 @@ class Rehearsal:
                 follower.add(name)
             while self._originals and (left_s := until_s - clock.now()) > 0:
                 room = max(0, self._plan.in_flight - len(self._open))
-                next_ones, waiting = waiting[:room], waiting[room:]
-                for name in next_ones:
+                chosen, waiting = waiting[:room], waiting[room:]
+                for name in chosen:
                     follower.add(name)
-                await asyncio.gather(*(self._publish(name, left_s) for name in next_ones))
+                await asyncio.gather(*(self._publish(name, left_s) for name in chosen))
                 for answer in await follower.poll():
                     await self._compare(answer)
-                is_late = clock.wall_ms()
-                for name in [name for name, at_ms in self._open.items() if at_ms < is_late]:
+                now_ms = clock.wall_ms()
+                for name in [name for name, at_ms in self._open.items() if at_ms < now_ms]:
                     await self._compare(follower.drop(name))
                 if known and not follower.remaining(ends):
                     for name in [n for n in known if n in self._open and follower.is_ended(n)]:
