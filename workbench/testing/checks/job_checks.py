@@ -17,7 +17,13 @@ from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.records import LogRecord
 from kvlane.streams.responses.transcript import Transcript
 from kvlane.streams.topics import BATCH_JOBS
-from workbench.testing.checks.stream_checks import COMPLETE, decode_or_none, end_code, shown_streams
+from workbench.testing.checks.stream_checks import (
+    COMPLETE,
+    decode_or_none,
+    end_code,
+    is_cut,
+    shown_streams,
+)
 from workbench.testing.clients.all_clients import Clients
 from workbench.testing.clients.job_clients import JobClient
 from workbench.testing.simulated_world import SimulatedWorld
@@ -47,10 +53,12 @@ def job_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
         elif not client.is_over:
             yield f"job: {client.name} waits for the end of {client.job.get('id')}"
         else:
-            yield from _wrong_lines(client, shown)
+            yield from _wrong_lines(world, client, shown)
 
 
-def _wrong_lines(client: JobClient, shown: dict[str, Transcript]) -> Iterator[str]:
+def _wrong_lines(
+    world: SimulatedWorld, client: JobClient, shown: dict[str, Transcript]
+) -> Iterator[str]:
     job = client.job
     if job["status"] != "completed" and not (client.is_cancelled and job["status"] == "cancelled"):
         yield f"job: {job['id']} is {job['status']}: {job['errors']}"
@@ -63,12 +71,17 @@ def _wrong_lines(client: JobClient, shown: dict[str, Transcript]) -> Iterator[st
     answers = 0
     for line in client.lines:
         index = client.names.index(line["custom_id"]) + 1
-        seen = shown[request_id(job["id"], index)]
-        text = _text(line)
+        name = request_id(job["id"], index)
+        seen, text = shown[name], _text(line)
         answers += text is not None
         if text is not None and text != seen.text:
             yield f"line: {job['id']} {line['custom_id']} has {text!r}, its stream {seen.text!r}"
-        elif text is None and job["status"] == "completed" and end_code(seen) in COMPLETE:
+        elif (
+            text is None
+            and job["status"] == "completed"
+            and end_code(seen) in COMPLETE
+            and not is_cut(world, name)
+        ):
             yield f"line: {job['id']} {line['custom_id']} has {line}, its stream {seen.text!r}"
     counts = job["request_counts"]
     if counts["completed"] != answers or counts["total"] != len(client.names):

@@ -13,12 +13,11 @@ from typing import Any
 
 from msgspec import UNSET
 
-from kvlane.streams.ports import Partition
 from kvlane.streams.records import PassthroughDelta, Result
 from kvlane.streams.request import Request
 from kvlane.streams.responses.transcript import Transcript
-from kvlane.streams.topics import REQUESTS, RESPONSES, RESULTS, lane_of
-from workbench.testing.checks.stream_checks import decode_or_none, shown_streams
+from kvlane.streams.topics import REQUESTS, RESULTS
+from workbench.testing.checks.stream_checks import decode_or_none, is_cut, shown_streams
 from workbench.testing.clients.all_clients import Clients
 from workbench.testing.simulated_world import SimulatedWorld
 
@@ -40,11 +39,9 @@ def result_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
         found, wanted = written[request_id], int(wants.get(request_id, False))
         if len(found) != wanted:
             yield f"results: {request_id} has {len(found)}, not {wanted}"
-        lane = lane_of(request_id, world.parameters.lanes)
-        is_cut = any(Partition(topic, lane) in world.truncated for topic in (REQUESTS, RESPONSES))
         for result in found:
             difference = _difference(result, shown[request_id], asides[request_id])
-            if difference and not is_cut:
+            if difference and not is_cut(world, request_id):
                 yield f"result: {request_id} {difference}"
 
 

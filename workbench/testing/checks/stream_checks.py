@@ -198,6 +198,12 @@ def _mistake(answer: ReceivedAnswer, seen: Transcript, causes: _Causes) -> str:
     return f"{answer.text!r} and {answer.outcome}, {shown}"
 
 
+def is_cut(world: SimulatedWorld, request_id: str) -> bool:
+    """Whether records that an answer needs may be deleted."""
+    lane = lane_of(request_id, world.parameters.lanes)
+    return any(Partition(topic, lane) in world.truncated for topic in (REQUESTS, RESPONSES))
+
+
 def end_code(seen: Transcript) -> str:
     """The code or finish reason with which a stream ended."""
     return str(seen.end.code if seen.end is not None else seen.finish_reason)
@@ -287,9 +293,8 @@ class _Causes:
                     self._stalled[record.id].add(record.attempt)
 
     def are_cut(self, request_id: str) -> bool:
-        """Whether records that its answer needs may be deleted."""
-        lane, cut = lane_of(request_id, self._world.parameters.lanes), self._world.truncated
-        return Partition(RESPONSES, lane) in cut or Partition(REQUESTS, lane) in cut
+        """As `is_cut`."""
+        return is_cut(self._world, request_id)
 
     def may_wait(self, answer: ReceivedAnswer) -> bool:
         """Whether a reader may wait for an answer whose request has ended: the records with its end
