@@ -13,9 +13,7 @@ import pytest
 
 from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
-from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import decode
@@ -25,7 +23,7 @@ from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Finished
 from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.capture_harness import SHAPE, conversations
-from tests.harness.kafka_processes import kvlane, provisioned, set_environment
+from tests.harness.kafka_processes import KafkaParts, kvlane, provisioned, set_environment
 
 LANES = 4
 COUNT = 60
@@ -36,29 +34,18 @@ SPEEDUP = 20.0
 @asynccontextmanager
 async def staff(settings: Settings) -> AsyncIterator[None]:
     """Two routers and three workers in this process, each on its own connection."""
-    started = []
-    for name in ("w0", "w1", "w2", "r0", "r1"):
-        ctx = ProcessContext(name)
-        log = open_log(settings, name)
-        await log.start()
-        part: Router | Worker
-        if name.startswith("r"):
-            part = Router(log, settings, ctx, name)
-        else:
-            engine = SimulatedEngine(
-                ctx.clock, SHAPE, model="demo", context_length=4096, speedup=SPEEDUP
-            )
-            part = Worker(log, settings, ctx, engine, worker_id=name)
-        await part.start()
-        started.append((log, ctx, part))
+    parts = KafkaParts(settings)
+    for name in ("w0", "w1", "w2"):
+        engine = SimulatedEngine(
+            SystemClock(), SHAPE, model="demo", context_length=4096, speedup=SPEEDUP
+        )
+        await parts.start_worker(name, engine)
+    for name in ("r0", "r1"):
+        await parts.start(name, Router)
     try:
         yield
     finally:
-        for log, ctx, part in reversed(started):
-            assert ctx.error is None
-            await part.stop()
-            await ctx.cancel_tasks()
-            await log.close()
+        await parts.stop()
 
 
 async def answers(log: KafkaLog) -> set[str]:

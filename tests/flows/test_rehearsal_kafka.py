@@ -12,16 +12,15 @@ import pytest
 
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext, open_log
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
-from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.client import Client
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.request import Request
 from kvlane.streams.topics import REQUESTS
-from tests.harness.kafka_processes import WAIT_S, kvlane, provisioned
+from tests.harness.kafka_processes import WAIT_S, KafkaParts, kvlane, provisioned, set_environment
 from tests.harness.rehearsal_harness import changed, engine_of, greedy_requests
 
 COUNT = 40
@@ -32,29 +31,15 @@ SPEEDUP = 20.0
 @asynccontextmanager
 async def staff(settings: Settings, differences: dict[bytes, int]) -> AsyncIterator[None]:
     """A router, a preprocessor, and a worker for each of the models a and b."""
-    started = []
-    for name in ("a", "b", "router", "preprocessor"):
-        ctx, log = ProcessContext(name), open_log(settings, name)
-        await log.start()
-        part: Router | Worker | Preprocessor
-        if name == "router":
-            part = Router(log, settings, ctx)
-        elif name == "preprocessor":
-            part = Preprocessor(log, settings, ctx)
-        else:
-            texts = changed(differences if name == "b" else {})
-            engine = engine_of(ctx.clock, name, texts, SPEEDUP)
-            part = Worker(log, settings, ctx, engine, worker_id=name)
-        await part.start()
-        started.append((log, ctx, part))
+    parts = KafkaParts(settings)
+    for name, texts in (("a", {}), ("b", differences)):
+        await parts.start_worker(name, engine_of(SystemClock(), name, changed(texts), SPEEDUP))
+    await parts.start("router", Router)
+    await parts.start("preprocessor", Preprocessor)
     try:
         yield
     finally:
-        for log, ctx, part in reversed(started):
-            assert ctx.error is None
-            await part.stop()
-            await ctx.cancel_tasks()
-            await log.close()
+        await parts.stop()
 
 
 async def serve(settings: Settings, requests: Sequence[Request]) -> None:
@@ -73,11 +58,7 @@ async def serve(settings: Settings, requests: Sequence[Request]) -> None:
 async def test_rehearsal_on_a_real_broker_finds_the_planted_differences(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in (
-        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
-        ("LANES", "2"), ("DRAIN_GRACE_S", "0"),
-    ):  # fmt: skip
-        monkeypatch.setenv(f"KVLANE_{name}", value)
+    set_environment(monkeypatch, kafka, topic_prefix, lanes=2, drain_grace_s=0)
     settings = Settings(status_port=None)
     requests = greedy_requests(SystemClock(), "a", COUNT)
     differences = {requests[n].token_ids: at for n, at in PLANTED.items()}
