@@ -26,18 +26,16 @@ import httpx
 from kvlane.app.http.console.console_endpoint import console_files
 from kvlane.app.local.processes import ManagedProcess, free_port, process_command
 from kvlane.app.settings import Settings
-from kvlane.streams.records import EngineConfig
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from workbench.bench.process_usage import resident_bytes
 from workbench.bench.report import Report, at_most, figure, none_of
 from workbench.bench.routing.router_latency import WARM_UP_RATE
 from workbench.bench.routing.router_load import (
-    MODEL,
-    WORKERS,
-    RegisteredWorkers,
     RouterLatencyRound,
     RouterLatencySide,
     SharedPrefixPrompts,
+    play_beside,
+    register_workers,
 )
 from workbench.bench.streaming.baseline_kafka import BareProducer
 
@@ -88,13 +86,8 @@ async def bench_observers(
         try:
             await producer.start()
             bench = await _prepare(on, producer, tasks)
-            playing = asyncio.create_task(bench.run(scale, print_line, progress))
-            tasks.append(playing)
-            # Background tasks never return: if one ends, its error is the result.
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {playing}:
-                task.result()
-            return observers_report(playing.result())
+            figures = await play_beside(tasks, bench.run(scale, print_line, progress))
+            return observers_report(figures)
         finally:
             for task in tasks:
                 task.cancel()
@@ -106,12 +99,7 @@ async def bench_observers(
 async def _prepare(
     on: BenchEnvironment, producer: BareProducer, tasks: list[asyncio.Task[Any]]
 ) -> ObserversBench:
-    config = EngineConfig(
-        model=MODEL, context_length=131_072, kv_cache_block_size=16, total_kv_blocks=100_000,
-        max_num_seqs=256,
-    )  # fmt: skip
-    cards = [await on.register_worker(f"bench-{n}", config) for n in range(WORKERS)]
-    workers = RegisteredWorkers(producer, cards)
+    workers = await register_workers(on, producer)
     router = on.launch("router", *process_command("router"))
     side = RouterLatencySide("router", on.log, producer, router)
     side.assigned = asyncio.Queue(1_000_000)

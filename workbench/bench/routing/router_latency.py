@@ -32,7 +32,7 @@ from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.kafka.provision import create_topics
-from kvlane.streams.records import Assignment, EngineConfig
+from kvlane.streams.records import Assignment
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from workbench.bench.cpu_limit import limit_cpu
 from workbench.bench.cpu_profile import ProfiledProcess
@@ -40,12 +40,12 @@ from workbench.bench.report import Report, Threshold, at_least, at_most, figure,
 from workbench.bench.routing.router_load import (
     IN_FLIGHT,
     MANY_IN_FLIGHT,
-    MODEL,
     WORKERS,
-    RegisteredWorkers,
     RouterLatencyRound,
     RouterLatencySide,
     SharedPrefixPrompts,
+    play_beside,
+    register_workers,
 )
 from workbench.bench.statistics import spread
 from workbench.bench.streaming.baseline_kafka import BareProducer
@@ -122,13 +122,8 @@ async def bench_router_latency(
             for producer in producers:
                 await producer.start()
             bench = await _prepare(on, echo_log, echo_settings, producers, tasks)
-            playing = asyncio.create_task(bench.run(scale, print_line, progress))
-            tasks.append(playing)
-            # Background tasks never return: if one ends, its error is the result.
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {playing}:
-                task.result()
-            return latency_report(playing.result())
+            figures = await play_beside(tasks, bench.run(scale, print_line, progress))
+            return latency_report(figures)
         finally:
             for task in tasks:
                 task.cancel()
@@ -147,12 +142,7 @@ async def _prepare(
     tasks: list[asyncio.Task[Any]],
 ) -> RouterLatencyBench:
     """Both sides, ready; their background tasks are added to `tasks`."""
-    config = EngineConfig(
-        model=MODEL, context_length=131_072, kv_cache_block_size=16, total_kv_blocks=100_000,
-        max_num_seqs=256,
-    )  # fmt: skip
-    cards = [await on.register_worker(f"bench-{n}", config) for n in range(WORKERS)]
-    workers = RegisteredWorkers(producers[1], cards)
+    workers = await register_workers(on, producers[1])
     prefix = echo_settings.topic_prefix
     echo = on.launch(ECHO, "workbench.bench.streaming.baseline_kafka", topic_prefix=prefix)
     samples = on.output_folder / "router.samples"

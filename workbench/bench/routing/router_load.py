@@ -11,9 +11,9 @@ import asyncio
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,9 +24,17 @@ from kvlane.streams.ids import RequestIds
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.ports import Entry, Partition, Record
 from kvlane.streams.reading.range_reader import tail
-from kvlane.streams.records import Assignment, Finished, Heartbeat, Started, WorkerCard
+from kvlane.streams.records import (
+    Assignment,
+    EngineConfig,
+    Finished,
+    Heartbeat,
+    Started,
+    WorkerCard,
+)
 from kvlane.streams.request import Request, StopConditions
 from kvlane.streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REQUESTS, lane_of
+from workbench.bench.bench_environment import BenchEnvironment
 from workbench.bench.process_usage import cpu_time_s
 from workbench.bench.statistics import percentile
 from workbench.bench.streaming.baseline_kafka import BareProducer
@@ -42,6 +50,8 @@ IDLE_MEASUREMENT_S = 4.0
 IN_FLIGHT, MANY_IN_FLIGHT = 256, 1024
 """Requests in flight while the capacity is measured, and while most of them wait in the router."""
 MODEL = "bench"
+
+Figures = TypeVar("Figures")
 
 
 class PreparedRequest(NamedTuple):
@@ -267,3 +277,26 @@ class RegisteredWorkers:
         )
         finished = Finished(**named, code="stop", output_tokens=1)
         return encode(started, assignment.request.id), encode(finished, assignment.request.id)
+
+
+async def register_workers(on: BenchEnvironment, producer: BareProducer) -> RegisteredWorkers:
+    """Register WORKERS workers of MODEL."""
+    config = EngineConfig(
+        model=MODEL, context_length=131_072, kv_cache_block_size=16, total_kv_blocks=100_000,
+        max_num_seqs=256,
+    )  # fmt: skip
+    cards = [await on.register_worker(f"bench-{n}", config) for n in range(WORKERS)]
+    return RegisteredWorkers(producer, cards)
+
+
+async def play_beside(
+    tasks: list[asyncio.Task[Any]], rounds: Coroutine[Any, Any, Figures]
+) -> Figures:
+    """The figures of all rounds, which are added to the background tasks. These never return: if
+    one ends, its error is raised."""
+    playing = asyncio.create_task(rounds)
+    tasks.append(playing)
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done - {playing}:
+        task.result()
+    return playing.result()
