@@ -30,7 +30,7 @@ _OF_DIFFERENCES = ("request", "rehearsal", "equal until", "tokens", "finish reas
 
 
 def show_report(report: Mapping[str, Any], console: Console, most: int = MOST_SHOWN) -> None:
-    """Show a report, with so many differences at most."""
+    """Show a report with `most` differences at most."""
     console.print("\n".join(map(screen.escape_text, _sentences(report))))
     rows = list(_figure_rows(report))
     differing = list(_difference_rows(report, most))
@@ -105,7 +105,7 @@ def _sentences(report: Mapping[str, Any]) -> Iterator[str]:
     if report["kept_since_ms"]:
         yield f"of times before {format_time(report['kept_since_ms'])} UTC not everything is kept"
     if report["open"]:
-        yield f"{report['open']} are not compared yet: the same command goes on"
+        yield f"{report['open']} are not compared yet: run the same command again"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

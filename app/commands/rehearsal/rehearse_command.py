@@ -62,7 +62,7 @@ def rehearse(
     tokenizer by their texts, and all by length, times and finish reasons. Of a request that draws
     tokens without a seed only these figures count.
 
-    After Ctrl-C the same command goes on: each request is repeated once.
+    After Ctrl-C run the same command again: it continues, and repeats each request once.
 
     Examples:
 
