@@ -89,6 +89,8 @@ class SimulatedWorld:
         """Set when faults have stopped."""
         self.faults_stopped_ms = 0
         """The same in broker time."""
+        self.collector_started_ms = 0
+        """The last start of a collector, in broker time; it may be later than the faults."""
         self.network = NetworkFaults(random.Random(f"{seed} weather"), shape.network)
         self.history = EventHistory(loop)
         ahead_ms = self.rng.randint(-5000, 5000)
@@ -153,6 +155,8 @@ class SimulatedWorld:
             ]
         node.task.add_done_callback(lambda _: self._ended(node))
         self.history.add_event(f"{node.label} starts")
+        if kind == "collector":
+            self.collector_started_ms = self.broker.clock.wall_ms()
         return node
 
     def start_all(self) -> None:

@@ -17,8 +17,8 @@ from workbench.testing.simulated_world import SimulatedWorld
 from workbench.testing.world_parameters import OPEN_REPLIES
 
 MAX_RESULT_DELAY_S = 25.0
-"""Longest time from the end of an answer, or of the faults, to its result: processes start again
-and groups rebalance. A topic that takes no replies is given up later."""
+"""Longest time from the end of an answer, of the faults, or from the last start of a collector, to
+its result: groups rebalance. A topic that takes no replies is given up later."""
 MAX_REPLY_DELAY_S = 25.0
 """The same for a reply after its result; a new owner waits for the appends of the former one."""
 
@@ -64,5 +64,5 @@ def _records_by_key(world: SimulatedWorld, topic: str) -> dict[bytes | None, lis
 def _is_late(
     world: SimulatedWorld, cause: MemoryRecord, effect: MemoryRecord, within_s: float
 ) -> bool:
-    since_ms = max(cause.timestamp, world.faults_stopped_ms)
+    since_ms = max(cause.timestamp, world.faults_stopped_ms, world.collector_started_ms)
     return effect.timestamp > since_ms + (within_s * 1000) + world.parameters.skew_ms
