@@ -399,7 +399,7 @@ class Worker(ObservedProcess):
         ):
             return
         if isinstance(order, Assignment):
-            runs.accept(order)
+            runs.accept(order, record.timestamp)
         elif isinstance(order, CancelRun):
             runs.cancel(order)
         else:

@@ -41,7 +41,8 @@ class RunLimits(NamedTuple):
     max_running: int
     max_waiting: int
     remember_key_s: float
-    """Time that a run key is kept; a later duplicate of its Assignment has expired by then."""
+    """A duplicate of an Assignment is appended within this time of the first; its key is kept for
+    so long, by append times: a worker may read the duplicate much later."""
 
     @property
     def max_open(self) -> int:
@@ -74,8 +75,8 @@ class RunQueue:
         self._open: dict[RunKey, Run] = {}
         self._waiting: deque[Run] = deque()
         self._running = 0
-        self._known: OrderedDict[RunKey, float] = OrderedDict()
-        """When each run key was accepted, in that order."""
+        self._known: OrderedDict[RunKey, int] = OrderedDict()
+        """The append time of the Assignment of each run key, in the order of their records."""
         self._rejecting = False
         self._last_end_at = ctx.clock.now()
         self._changed = WaitQueue()
@@ -96,18 +97,19 @@ class RunQueue:
             for k, run in self._open.items()
         )
 
-    def accept(self, assignment: Assignment) -> None:
-        """Start, queue or reject an Assignment of this epoch; ignore one whose run key is known."""
+    def accept(self, assignment: Assignment, appended_ms: int) -> None:
+        """Start, queue or reject an Assignment of this epoch, appended at `appended_ms`; ignore one
+        whose run key is known."""
         now = self._ctx.clock.now()
         key = RunKey(assignment.request.id, assignment.attempt, assignment.phase)
-        self._forget_keys(now - self._limits.remember_key_s)
+        self._forget_keys(appended_ms - self._limits.remember_key_s * 1000)
         if key in self._known:
             log.info("run %s: duplicate assignment ignored", key)
             return
         if len(self._open) >= self._limits.max_open:
             log.warning("run %s is left unanswered: %d runs are open", key, len(self._open))
             return
-        self._known[key] = now
+        self._known[key] = appended_ms
         first_token = asyncio.Event()
         run = Run(
             key=key,
@@ -217,8 +219,8 @@ class RunQueue:
         by_broker_s = (assignment.deadline_ms - self._broker_clock.now_ms()) / 1000
         return min(assignment.budget_s, by_broker_s)
 
-    def _forget_keys(self, before: float) -> None:
-        while self._known and next(iter(self._known.values())) < before:
+    def _forget_keys(self, before_ms: float) -> None:
+        while self._known and next(iter(self._known.values())) < before_ms:
             self._known.popitem(last=False)
 
     def _stop(self, run: Run, outcome: RunEnd) -> None:

@@ -304,6 +304,20 @@ async def test_run_keys_are_dropped_when_they_cannot_recur(world: MemoryWorld) -
 
 
 @scenario_test
+async def test_copy_that_is_read_after_a_long_outage_starts_and_reports_nothing(
+    world: MemoryWorld,
+) -> None:
+    harness = await WorkerHarness.started(world, max_lifetime_s=10, deadline_s=10)
+    harness.assign()
+    await harness.wait_finished()
+    world.faults.slow["poll"] = 30.0
+    await world.sleep(5)
+    harness.assign()
+    await world.sleep(60)
+    assert len(harness.lane_records(LEDGER, Finished)) == 1
+
+
+@scenario_test
 async def test_tokens_wait_for_the_batch_on_its_way_and_join_into_one_chunk(
     world: MemoryWorld,
 ) -> None:
