@@ -144,6 +144,13 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=Fa
     details: dict[str, Any] | None = None
     unknown: tuple[str, ...] = ()
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of the completion, as far as a server reports them in its details."""
+        details = (self.details or {}).get("completion_tokens_details")
+        found = details.get("reasoning_tokens") if isinstance(details, dict) else None
+        return found if isinstance(found, int) else 0
+
 
 class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A token and the logarithm of its probability. Part of a Chunk, as [id, number].

@@ -12,7 +12,7 @@ has the tokens that readers have, which `usage_writer.py` counts.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -182,7 +182,7 @@ class BilledRequest(msgspec.Struct):
         cached = min(computed[0][1].cached_tokens, prompt) if computed else 0
         reasoning = 0
         if counts is not None:
-            unknown, reasoning = counts.unknown, _reasoning_tokens(counts)
+            unknown, reasoning = counts.unknown, counts.reasoning_tokens
             prompt = prompt if "prompt_tokens" in unknown else counts.prompt_tokens
             cached = counts.cached_tokens
             output = output if "completion_tokens" in unknown else counts.completion_tokens
@@ -207,12 +207,6 @@ class BilledRequest(msgspec.Struct):
 def _bounded(value: float) -> int:
     """A sum of what records say, which may be negative, infinite or no number."""
     return round(min(max(0, value), _MOST))
-
-
-def _reasoning_tokens(usage: Usage) -> int:
-    details: Any = (usage.details or {}).get("completion_tokens_details")
-    found = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
-    return found if isinstance(found, int) else 0
 
 
 def _recomputed_tokens(computed: Sequence[tuple[RunId, RunUsage]]) -> int:

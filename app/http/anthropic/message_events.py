@@ -22,6 +22,12 @@ _STOP_REASONS = {
 }
 """By finish reason; all others end the turn."""
 
+_COUNTS = {
+    "prompt_tokens": "input_tokens",
+    "cached_tokens": "cache_read_input_tokens",
+    "completion_tokens": "output_tokens",
+}
+
 
 class MessageEncoder(ItemEncoder):
     """The encoder of answers to `/v1/messages`."""
@@ -96,7 +102,8 @@ class MessageEncoder(ItemEncoder):
         }
 
     def _usage(self) -> JsonObject:
-        """The counts of tokens; those of the prompt are divided into cached and other ones."""
+        """The counts of tokens, null for unknown ones; those of the prompt are divided into cached
+        and other ones."""
         usage = self.usage
         counts: JsonObject = {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -104,7 +111,8 @@ class MessageEncoder(ItemEncoder):
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
-        if thinking := self.reasoning_tokens:
+        counts |= {shown: None for name, shown in _COUNTS.items() if name in usage.unknown}
+        if thinking := usage.reasoning_tokens:
             counts["output_tokens_details"] = {"thinking_tokens": thinking}
         return counts
 

@@ -9,7 +9,7 @@ after any number gets the rest, also within a text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -18,7 +18,12 @@ from kvlane.app.http.api_errors import error_of_piece, invalid_request
 from kvlane.app.http.openai.event_encoder import ResponseOptions
 from kvlane.app.http.openai.merged_replies import ReplyPiece
 from kvlane.app.http.openai.openai_responses import Choice
-from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.app.http.openai.passthrough_fields import (
+    JsonObject,
+    call_key,
+    continues_call,
+    joined_name,
+)
 from kvlane.app.metrics.gateway_metrics import TokenTimes
 from kvlane.streams.records import Chunk, Usage
 
@@ -31,6 +36,8 @@ class AnswerItem:
         self.index = index
         self.call_id = call_id
         self.name = name
+        self.has_begun = False
+        """Whether its begin was a change: that of a call waits until its name is complete."""
         self._parts: list[str] = []
 
     @property
@@ -58,7 +65,7 @@ class AnswerItems:
         self._space = ""
         """White space that may begin a text."""
         self._open: AnswerItem | None = None
-        self._calls: dict[int, AnswerItem] = {}
+        self._calls: dict[Hashable, AnswerItem] = {}
 
     def add(self, piece: Chunk) -> Iterator[ItemChange]:
         """The changes by a piece. An item of `data` comes before the text at its place."""
@@ -73,6 +80,7 @@ class AnswerItems:
 
     def end(self) -> Iterator[ItemChange]:
         if self._open is not None:
+            yield from self._begun(self._open)
             ended, self._open = self._open, None
             yield ItemChange("end", ended)
 
@@ -80,6 +88,8 @@ class AnswerItems:
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         if isinstance(reasoning, str):
             yield from self._add_text("reasoning", reasoning)
+        if isinstance(refusal := delta.get("refusal"), str):
+            yield from self._add_text("text", refusal)
         calls = delta.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             if isinstance(call, dict):
@@ -88,16 +98,24 @@ class AnswerItems:
     def _add_call(self, call: Mapping[str, Any]) -> Iterator[ItemChange]:
         function = call.get("function")
         function = function if isinstance(function, dict) else {}
-        number = call.get("index")
-        if not isinstance(number, int):  # some servers number no calls: each name begins one
-            number = len(self._calls) - (not function.get("name"))
-        if number not in self._calls:
+        name, arguments = str(function.get("name") or ""), function.get("arguments")
+        key = call_key(call)
+        if self._calls and continues_call(call):
+            key = next(reversed(self._calls))
+        item = self._calls.get(key)
+        if item is None:
             call_id = str(call.get("id") or f"call_{len(self._calls)}")
-            yield from self._begin("call", call_id, str(function.get("name") or ""))
-            self._calls[number] = self.items[-1]
-        if arguments := function.get("arguments"):
-            self._calls[number].add(str(arguments))
-            yield ItemChange("text", self._calls[number], str(arguments))
+            yield from self._begin("call", call_id, name)
+            key = ("call", len(self._calls)) if key is None else key
+            item = self._calls[key] = self.items[-1]
+        elif not item.has_begun:
+            item.name = joined_name(item.name, name)
+        if arguments not in (None, ""):
+            yield from self._begun(item)
+            is_text = isinstance(arguments, str)
+            text = arguments if is_text else msgspec.json.encode(arguments).decode()
+            item.add(text)
+            yield ItemChange("text", item, text)
 
     def _add_text(self, kind: ItemKind, text: str) -> Iterator[ItemChange]:
         if not text:
@@ -118,7 +136,16 @@ class AnswerItems:
         self._space = ""
         self._open = AnswerItem(kind, len(self.items), call_id, name)
         self.items.append(self._open)
-        yield ItemChange("begin", self._open)
+        if kind != "call":
+            yield from self._begun(self._open)
+
+    def _begun(self, item: AnswerItem) -> Iterator[ItemChange]:
+        if not item.has_begun:
+            item.has_begun = True
+            yield ItemChange("begin", item)
+
+
+_NO_COUNTS = Usage(unknown=("prompt_tokens", "completion_tokens", "cached_tokens"))
 
 
 class ItemEncoder:
@@ -187,12 +214,7 @@ class ItemEncoder:
 
     @property
     def usage(self) -> Usage:
-        return self.choice.usage or Usage()
-
-    @property
-    def reasoning_tokens(self) -> int:
-        details = (self.usage.details or {}).get("completion_tokens_details")
-        return int((details or {}).get("reasoning_tokens") or 0)
+        return self.choice.usage or _NO_COUNTS
 
     def _encode_change(self, change: ItemChange) -> bytes:
         events = self._beginning()

@@ -91,8 +91,13 @@ def _text(name: str, pieces: Sequence[str]) -> str:
     if name in _REPLACED_FIELDS:
         return next((text for text in reversed(pieces) if text), "")
     if name in _REPEATED_FIELDS:
-        return reduce(lambda whole, text: whole if text == whole else whole + text, pieces)
+        return reduce(joined_name, pieces)
     return "".join(pieces)
+
+
+def joined_name(whole: str, text: str) -> str:
+    """A name with its next piece, or the same name whole again."""
+    return whole if text == whole else whole + text
 
 
 def _listed(name: str, items: Sequence[Any]) -> list[Any]:
@@ -100,12 +105,11 @@ def _listed(name: str, items: Sequence[Any]) -> list[Any]:
     whole: list[list[Any]] = []
     by_index: dict[Hashable, list[Any]] = {}
     for item in items:
-        at = item.get("index") if isinstance(item, dict) else None
-        if not isinstance(at, int | str):
-            at = _call_id(item) if name == "tool_calls" else None
-            if name == "tool_calls" and whole and at is None and not _has_name(item):
-                whole[-1].append(item)
-                continue
+        is_call = name == "tool_calls"
+        at = call_key(item) if is_call else _index(item)
+        if is_call and whole and continues_call(item):
+            whole[-1].append(item)
+            continue
         if at is None:
             whole.append([item])
         elif at in by_index:
@@ -116,16 +120,24 @@ def _listed(name: str, items: Sequence[Any]) -> list[Any]:
     return [merge_fields(*pieces) if len(pieces) > 1 else pieces[0] for pieces in whole]
 
 
-def _call_id(item: Any) -> Hashable:
+def _index(item: Any) -> Hashable:
+    index = item.get("index") if isinstance(item, dict) else None
+    return index if isinstance(index, int | str) else None
+
+
+def call_key(item: Any) -> Hashable:
+    """The key of a part of a tool call: its index, else its id; None without both."""
+    if (index := _index(item)) is not None:
+        return index
     found = item.get("id") if isinstance(item, dict) else None
     return ("id", found) if found and isinstance(found, str) else None
 
 
-def _has_name(item: Any) -> bool:
-    """True for a part of a tool call that begins it; one without index, id and name continues the
-    last."""
+def continues_call(item: Any) -> bool:
+    """True for a part of a tool call without index, id and name, which continues the last."""
     function = item.get("function") if isinstance(item, dict) else None
-    return not isinstance(function, dict) or bool(function.get("name"))
+    has_name = not isinstance(function, dict) or bool(function.get("name"))
+    return call_key(item) is None and not has_name
 
 
 def sum_counts(*counted: Mapping[str, Any]) -> JsonObject:

@@ -87,7 +87,7 @@ class StreamResume:
     ) -> Response:
         """The response with streams from positions on, or with their whole answers."""
         parts = self._parts
-        choices = [Choice(keep=not stream) for _ in request_ids]
+        choices = [Choice(None, keep=not stream) for _ in request_ids]
         for choice, from_token in zip(choices, from_tokens, strict=True):
             choice.has_started = from_token > 0
         options = ResponseOptions(

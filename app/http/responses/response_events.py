@@ -154,13 +154,16 @@ class ResponseEncoder(ItemEncoder):
         place: JsonObject = {"item_id": self._item_id(item), "output_index": item.index}
         return place if item.kind == "call" else place | {"content_index": 0}
 
-    def _usage(self) -> JsonObject:
+    def _usage(self) -> JsonObject | None:
+        """The counts of tokens; None if those of the prompt or the answer are unknown."""
         usage = self.usage
+        if not {"prompt_tokens", "completion_tokens"}.isdisjoint(usage.unknown):
+            return None
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

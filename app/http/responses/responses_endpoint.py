@@ -183,7 +183,7 @@ class ResponsesEndpoint:
 
     async def _answer(self, request_id: str) -> JsonObject:
         """The response in the log of its answer, without the fields of its request."""
-        clock, choice = self._parts.ctx.clock, Choice()
+        clock, choice = self._parts.ctx.clock, Choice(None)
         header = self._streams.header_of(request_id, "chat")
         options = ResponseOptions(header=header, ids=[request_id], stream=False)
         encoder = ResponseEncoder(options, [choice], ())
