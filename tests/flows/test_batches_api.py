@@ -102,6 +102,15 @@ async def test_prompts_name_their_batch_and_have_its_deadline(world: MemoryWorld
 
 
 @scenario_test
+async def test_null_in_an_optional_field_of_a_batch_is_not_given(world: MemoryWorld) -> None:
+    harness = await BatchHarness.open(world)
+    batch_id = await harness.submit(input_of(1), completion_window=None, metadata=None)
+    batch = (await harness.send("GET", f"/v1/batches/{batch_id}")).json
+    assert (batch["completion_window"], batch["metadata"]) == ("24h", None)
+    assert batch["expires_at"] - batch["created_at"] == 24 * HOUR_S
+
+
+@scenario_test
 async def test_blank_lines_and_any_line_ends_are_accepted(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     first, last = (json.dumps(chat_line(name)).encode() for name in names(2))

@@ -18,7 +18,15 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
-from kvlane.app.preprocess.requests.nvext import SHORT_LIST, Name, NvExt, Object, StrictModel, Text
+from kvlane.app.preprocess.requests.nvext import (
+    SHORT_LIST,
+    Name,
+    NullableModel,
+    NvExt,
+    Object,
+    StrictModel,
+    Text,
+)
 from kvlane.app.preprocess.requests.request_models import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -75,7 +83,7 @@ class RedactedThinkingBlock(StrictModel):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(StrictModel):
+class ToolUseBlock(NullableModel):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]

@@ -28,6 +28,7 @@ from kvlane.streams.record_types.batch_records import BatchCancel, BatchEndpoint
 
 LIST_DEFAULT, LIST_MOST = 20, 100
 MAX_METADATA = 16
+DEFAULT_WINDOW = "24h"
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 24 * 3600}
 
@@ -40,9 +41,9 @@ class NewBatch(msgspec.Struct, frozen=True):
 
     input_file_id: str
     endpoint: BatchEndpoint
-    completion_window: Annotated[
-        str, msgspec.Meta(extra_json_schema={"pattern": f"^{_WINDOW.pattern}$"})
-    ] = "24h"
+    completion_window: (
+        Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{_WINDOW.pattern}$"})] | None
+    ) = None
     metadata: (
         Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=MAX_METADATA)] | None
     ) = None
@@ -63,7 +64,8 @@ class BatchesEndpoint:
         async with self._bodies.read(request) as body:
             fields, _ = await run_cooperatively(parse_body(body.content))
         wanted = _new_batch(fields)
-        window_s = self._window_s(wanted.completion_window)
+        window = DEFAULT_WINDOW if wanted.completion_window is None else wanted.completion_window
+        window_s = self._window_s(window)
         limit = caller.terms.batches
         with self._creation(caller), translated():
             file = await self._batches.file(wanted.input_file_id, caller.tenant)
@@ -76,7 +78,7 @@ class BatchesEndpoint:
                 input_file_id=file.id,
                 created_s=self._now_s(),
                 window_s=window_s,
-                completion_window=wanted.completion_window,
+                completion_window=window,
                 tenant=caller.tenant,
                 cache_salt=self._cache_salt(caller),
                 metadata=wanted.metadata,

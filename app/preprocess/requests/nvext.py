@@ -19,6 +19,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -45,6 +46,21 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+
+class NullableModel(StrictModel):
+    """A model with defaults other than null: null is "not given" in every field."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        return _without_nulls(fields)
+
+
+def _without_nulls(fields: Any) -> Any:
+    if not isinstance(fields, dict):
+        return fields
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 MAX_NAME_CHARS = 200
@@ -100,7 +116,7 @@ def _tokens(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
 
 def _blocks(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     try:
-        blocks = msgspec.convert(value, _Blocks)
+        blocks = msgspec.convert(_blocks_without_nulls(value), _Blocks)
     except msgspec.ValidationError as e:
         raise PydanticCustomError("blocks", "{wrong}", {"wrong": str(e)}) from None
     numbers = (n for b in blocks if b is not None for o in b.mm_objects for n in _numbers(o))
@@ -108,6 +124,17 @@ def _blocks(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
         message = "has more than {most} blocks, or a number out of its bounds"
         raise PydanticCustomError("blocks", message, {"most": MAX_BLOCKS})
     return blocks
+
+
+def _blocks_without_nulls(blocks: Any) -> Any:
+    """Blocks whose objects have no field that is null."""
+    if not isinstance(blocks, list):
+        return blocks
+    given = [_without_nulls(block) for block in blocks]
+    for block in given:
+        if isinstance(block, dict) and isinstance(block.get("mm_objects"), list):
+            block["mm_objects"] = [_without_nulls(item) for item in block["mm_objects"]]
+    return given
 
 
 def _numbers(item: MmObject) -> Iterator[tuple[int, int]]:
@@ -152,7 +179,7 @@ class AgentHints(StrictModel):
     priority_jump: float | None = None
 
 
-class SessionOptions(StrictModel):
+class SessionOptions(NullableModel):
     session_id: Name
     action: Literal["open", "close", "bind"] | None = None
     timeout: int = Field(default=300, ge=1, le=I32)
@@ -163,7 +190,7 @@ class LatencyTargets(StrictModel):
     itl_target: Millis | None = None
 
 
-class TaintConstraints(StrictModel):
+class TaintConstraints(NullableModel):
     """Required taints of workers, and preferred ones with weights."""
 
     required_taints: Annotated[list[Name], SHORT_LIST] = []
@@ -194,7 +221,7 @@ class MultimodalBlock(StrictModel):
     mm_objects: Annotated[list[MultimodalItem], SHORT_LIST] = []
 
 
-class MultimodalRouting(StrictModel):
+class MultimodalRouting(NullableModel):
     """Tokens that replace the prompt in overlap lookups, with the contents of their blocks."""
 
     routing_token_ids: TokenIds = []

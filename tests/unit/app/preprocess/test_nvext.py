@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
-from kvlane.app.preprocess.requests.nvext import NvExt, hints_of, routing_fields_of
+from kvlane.app.preprocess.requests.nvext import NvExt, hints_of, mm_routing_of, routing_fields_of
 from kvlane.app.preprocess.requests.openai_requests import read_openai
 from kvlane.streams import request as q
 
@@ -218,3 +218,24 @@ def test_wrong_header_is_named(header: str, value: str) -> None:
     with pytest.raises(InvalidPrompt) as raised:
         ext({header: value})
     assert raised.value.field == header
+
+
+# --- nulls ----------------------------------------------------------------------------------------
+
+BLOCKS = [None, {"mm_objects": None}, {"mm_objects": [{"mm_hash": 1, "offsets": None}]}]
+
+
+def test_null_in_a_field_with_another_default_is_not_given() -> None:
+    session: dict[str, Any] = {"session_id": "s", "timeout": None, "action": None}
+    taints = {"required_taints": None, "preferred_taints": None}
+    routing = {"routing_token_ids": [1], "block_mm_infos": None}
+    given = ext(session_control=session, routing_constraints=taints, mm_routing_info=routing)
+    assert given == ext(
+        session_control={"session_id": "s"}, routing_constraints={},
+        mm_routing_info={"routing_token_ids": [1]},
+    )  # fmt: skip
+    info = mm_routing_of(ext(mm_routing_info=routing | {"block_mm_infos": BLOCKS}))
+    assert info is not None
+    assert info.block_mm_infos == (
+        None, q.BlockExtraInfo(), q.BlockExtraInfo(mm_objects=(q.MmObject(mm_hash=1),)),
+    )  # fmt: skip
