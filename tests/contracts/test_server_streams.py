@@ -166,6 +166,8 @@ WHOLE: dict[str, list[Part]] = {
     "no_last_line_end": [
         CHUNKED + chunk(BODY.removesuffix(b"\n\n")) + END
     ],
+    "byte_order_mark": [CHUNKED + chunk(b"\xef\xbb\xbf" + BODY) + END],
+    "byte_order_mark_in_pieces": [CHUNKED + by_bytes(b"\xef\xbb\xbf" + BODY) + END],
     "garbage_behind_the_end": [CHUNKED + chunk(BODY) + END + b"\x00garbage", closes],
     "a_second_answer_behind_the_end": [2 * (CHUNKED + chunk(BODY) + END)],
 }  # fmt: skip

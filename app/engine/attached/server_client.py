@@ -8,6 +8,7 @@ bodies; streamed answers come from connections of `server_connection.py`, at a q
 from __future__ import annotations
 
 import asyncio
+import codecs
 import math
 from collections import deque
 from types import TracebackType
@@ -127,7 +128,7 @@ class ServerClient:
             raise ConnectionBroken(f"{self.url}: the connection broke: {e!r:.500}") from e
         if not is_answer:
             raise error_of_body(response.status, bytes(received))
-        return bytes(received)
+        return bytes(received).removeprefix(codecs.BOM_UTF8)
 
 
 class EventStream:
@@ -298,7 +299,7 @@ class EventStream:
             if self._error is not None:
                 raise self._error
             if self._is_over:
-                return bytes(self._body)
+                return bytes(self._body).removeprefix(codecs.BOM_UTF8)
             await self._wait(silent_at)
 
     async def _wait(self, silent_at: float, until: float = math.inf) -> None:
@@ -377,6 +378,8 @@ class EventParser:
         self._most_bytes = max_event_bytes
         self._line = bytearray()
         """The beginning of a line whose end is not there yet."""
+        self._is_at_start = True
+        """Whether a byte order mark may come, which means nothing."""
         self._data: list[bytes] = []
         """The lines of data of the event under way."""
         self._size = 0
@@ -413,6 +416,8 @@ class EventParser:
             self.found.append(bytes(self._other))
 
     def _add(self, line: bytes) -> None:
+        if self._is_at_start:
+            self._is_at_start, line = False, line.removeprefix(codecs.BOM_UTF8)
         if line.startswith(_DATA):
             piece = line[len(_DATA) :].strip()
             self._size += len(piece)
