@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -159,7 +158,7 @@ def up(
     from kvlane.app.local.data_folder import default_folder
     from kvlane.app.local.up_run import UpOptions
     from kvlane.app.local.up_run import run_up as run
-    from kvlane.app.settings import Settings, unknown_variables
+    from kvlane.app.settings import settings_for_writing
 
     if data is not None and ephemeral:
         raise typer.BadParameter("give --data or --ephemeral, not both")
@@ -169,9 +168,7 @@ def up(
             "decode: give fewer, or more --workers"
         )
     options = UpOptions(broker, workers, prefill_workers, port, data, ephemeral)
-    for unknown in unknown_variables(os.environ):
-        typer.echo(f"not a setting, ignored: {unknown}", err=True)
-    run(Settings(), options, default_folder(), typer.echo)
+    run(settings_for_writing(), options, default_folder(), typer.echo)
 
 
 def _prompt_lines(console: Console) -> list[str]:

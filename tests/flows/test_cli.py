@@ -268,6 +268,13 @@ def test_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr.startswith("error: KVLANE_LANES=many: ")
 
 
+def test_up_refuses_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLANE_REPLICATON_FACTOR", "3")
+    result = kvlane("up", "--broker", "env")
+    assert result.exit_code == 1
+    assert "did you mean KVLANE_REPLICATION_FACTOR?" in result.stderr
+
+
 def test_debug_shows_where_an_error_came_from() -> None:
     result = kvlane("--debug", "follow", "a")
     assert type(result.exception).__name__ == "SettingsError"
