@@ -162,7 +162,8 @@ def _is_content(node: nodes.Node) -> bool:
 def _worded(messages: Sequence[ChatMessage], shape: _Shape) -> list[dict[str, Any]]:
     """Messages in the form that templates expect.
 
-    - Content is always there: a text where the template takes texts, otherwise parts.
+    - Content is always there: a text where the template takes texts, otherwise parts. That of an
+      answer that is a refusal is its text.
     - Fields that are null or empty are left out.
     - The arguments of tool calls are objects.
     - The older calls of functions are tool calls; their results are those of tools.
@@ -177,7 +178,10 @@ def _message(message: ChatMessage, number: int, shape: _Shape) -> dict[str, Any]
         for name, value in message.items()
         if name in ("role", "content") or not (value is None or value in ([], {}))
     }
-    worded["content"] = _content(message.get("content"), shape)
+    content, refusal = message.get("content"), message.get("refusal")
+    if content is None and isinstance(refusal, str):
+        content = refusal
+    worded["content"] = _content(content, shape)
     match worded["role"]:
         case "developer" if not shape.developer:
             worded["role"] = "system"

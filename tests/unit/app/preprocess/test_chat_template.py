@@ -128,6 +128,15 @@ def test_parts_and_calls_have_no_keys_with_null() -> None:
     assert render("{{ 'id' in messages[0].tool_calls[0] }}", message) == "False"
 
 
+@pytest.mark.parametrize(("content", "shown"), [(None, "no"), ("", ""), ("yes", "yes")])
+def test_refusal_in_a_field_of_its_own_is_the_content(content: str | None, shown: str) -> None:
+    message = {"role": "assistant", "content": content, "refusal": "no"}
+    assert render("{{ messages[0].content }}", message) == shown
+    looped = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}"
+    assert render(looped, message) == shown
+    assert render("{{ messages[0].content }}", message | {"refusal": None}) == (content or "")
+
+
 def called(arguments: Any) -> dict[str, Any]:
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
