@@ -38,8 +38,10 @@ from kvlane.app.preprocess.requests.unsupported_fields import (
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "context_management": Unsupported(([],), "the client shortens its history"),
     "conversation": Unsupported((), "send its items"),
+    "enable_response_messages": Unsupported((False,)),
     "include": Unsupported(([], ["reasoning.encrypted_content"])),
     "moderation": Unsupported(),
+    "previous_input_messages": Unsupported(([],), "send items as input"),
     "prompt": Unsupported((), "send the text as instructions"),
     "service_tier": Unsupported(("auto", "default"), "use nvext.queue_class"),
     "stream_options.include_obfuscation": Unsupported((False,)),
@@ -199,8 +201,12 @@ class ResponsesBody(StrictModel):
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt",
     "chat_template_kwargs", "nvext",
+    # vLLM's in this API
+    "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias",
+    "mm_processor_kwargs", "presence_penalty", "priority", "repetition_penalty", "seed",
+    "skip_special_tokens", "stop", "structured_outputs", "top_k", "vllm_xargs",
 )  # fmt: skip
-"""Fields with the same name and meaning in chats."""
+"""Fields with the same name and meaning in chats, which check them."""
 _SHOWN = (
     "instructions", "max_output_tokens", "previous_response_id", "reasoning", "temperature", "text",
     "top_p", "user",
