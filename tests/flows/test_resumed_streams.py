@@ -295,6 +295,50 @@ async def test_choices_of_a_stopping_gateway_resume_at_the_positions_that_it_nam
         assert sent + got == due
 
 
+def log_probs_of(content: bytes) -> list[tuple[list[int] | None, list[Any]]]:
+    """The positions of the events, and the log probabilities of each."""
+    got = []
+    for block in content.decode().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.split("\n") if line and line[0] != ":")
+        if lines.get("data", "[DONE]") == "[DONE]":
+            continue
+        ids = [int(n) for n in lines["id"].split(",")] if "id" in lines else None
+        for choice in json.loads(lines["data"])["choices"]:
+            found = choice["logprobs"] or {}
+            rows = found.get("content") or list(zip(*found.values(), strict=True))
+            got.append((ids, [(choice["index"], row) for row in rows]))
+    return got
+
+
+@pytest.mark.parametrize("form", ["chat", "completion"])
+@scenario_test
+async def test_rest_of_an_answer_has_its_log_probabilities(world: MemoryWorld, form: str) -> None:
+    harness = await GatewayHarness.with_card(world)
+    other = await GatewayHarness.open(world, "g2")
+    await other.register_and_wait()
+    asked = {"stream": True, "n": 2}
+    if form == "chat":
+        answer = harness.chat("hello", logprobs=True, top_logprobs=1, **asked)
+    else:
+        answer = harness.complete("hello", logprobs=1, **asked)
+    requests = await harness.published(2)
+    for request in requests:
+        AnswerWriter(world, request.id, log_probs, 7).write()
+    await answer.wait_done()
+    got = log_probs_of(answer.content)
+    whole = [row for _, rows in got for row in rows]
+    assert len(whole) == 12
+    url = f"/v1/streams/{','.join(request.id for request in requests)}?form={form}"
+    for place, (ids, _) in enumerate(got):
+        if ids is None:
+            continue
+        seen = [row for _, rows in got[: place + 1] for row in rows]
+        headers = {"Last-Event-ID": ",".join(map(str, ids))}
+        rest = await other.send("GET", url, headers=headers).wait_done()
+        rest_rows = [row for _, rows in log_probs_of(rest.content) for row in rows]
+        assert sorted(map(str, seen + rest_rows)) == sorted(map(str, whole)), f"after {ids}"
+
+
 # --- clients of Kafka -----------------------------------------------------------------------------
 
 

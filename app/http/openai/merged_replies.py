@@ -37,6 +37,11 @@ class MergedReplies:
         return bool(self._open)
 
     @property
+    def first_pieces(self) -> Sequence[ReplyPiece]:
+        """The pieces that `wait_for_first` has waited for, until they are taken."""
+        return () if self._first is None else self._first[1]
+
+    @property
     def unfinished(self) -> list[Reply]:
         return list(self._open.values())
 

@@ -153,7 +153,9 @@ class Choice:
         if piece.log_probs is None:
             self._offset += sum(piece.token_chars)
         else:
-            found, self._offset = logprobs.tokens_with_offsets(piece, self._offset, self.spelling)
+            # A reader that resumes lacks the pieces before.
+            offset = max(self._offset, piece.chars - len(piece.text))
+            found, self._offset = logprobs.tokens_with_offsets(piece, offset, self.spelling)
             self._log_probs += found
 
 

@@ -7,8 +7,8 @@ response, since the log of an answer does not hold it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from http import HTTPStatus
 from typing import NamedTuple, get_args
 from urllib.parse import quote
@@ -17,17 +17,24 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvlane.app.http.api_errors import error_of_stream, invalid_request, unknown_stream
+from kvlane.app.http.api_errors import (
+    ApiError,
+    error_of_stream,
+    invalid_request,
+    unknown_stream,
+)
 from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
+from kvlane.app.http.openai.logprobs import TokenText
 from kvlane.app.http.openai.merged_replies import MergedReplies, ResumedReply, resume_replies
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
 from kvlane.app.http.server.caller import caller_of
+from kvlane.app.preprocess.prompt_errors import PreprocessError
 from kvlane.app.preprocess.requests.request_models import MAX_CHOICES
 from kvlane.streams.errors import StreamError
 from kvlane.streams.ids import issued_ms
-from kvlane.streams.records import MAX_ID_CHARS
+from kvlane.streams.records import MAX_ID_CHARS, Chunk
 from kvlane.streams.responses.reply_reader import may_begin
 
 UNDATED_START_S = 5.0
@@ -110,7 +117,7 @@ class StreamResume:
         return CompletionResponse(
             options,
             choices,
-            resume_replies(parts.streams, resumed),
+            self._resumed_replies(resumed, form.kind, choices),
             clock,
             parts.metrics,
             self._lifetime_s,
@@ -126,6 +133,28 @@ class StreamResume:
     def join(self, request_id: str) -> AbstractAsyncContextManager[MergedReplies]:
         """Read an existing stream from its beginning."""
         return resume_replies(self._parts.streams, [self._resumed(request_id)])
+
+    @asynccontextmanager
+    async def _resumed_replies(
+        self, resumed: Sequence[ResumedReply], kind: EndpointKind, choices: Sequence[Choice]
+    ) -> AsyncGenerator[MergedReplies, None]:
+        """The replies; their choices give log probabilities if their Chunks have any."""
+        async with resume_replies(self._parts.streams, resumed) as replies:
+            chunks = [piece for piece in replies.first_pieces if isinstance(piece, Chunk)]
+            # Of several answers another one may have them, while this one has ended.
+            if len(choices) > 1 or any(chunk.log_probs is not None for chunk in chunks):
+                name = next((chunk.model for chunk in chunks if chunk.model), "")
+                spelling = await self._spelling(kind, name)
+                for choice in choices:
+                    choice.spelling = spelling
+            yield replies
+
+    async def _spelling(self, kind: EndpointKind, model: str) -> TokenText:
+        """The texts of tokens; their ids for a model that is not served, or has an alias."""
+        try:
+            return TokenText((await self._parts.catalog.model(kind, model)).token_bytes)
+        except (ApiError, PreprocessError):
+            return TokenText(lambda _: b"", as_ids=True)
 
     def _resumed(self, request_id: str, *, begun: bool = False, after: int = 0) -> ResumedReply:
         if issued_ms(request_id) is None:
