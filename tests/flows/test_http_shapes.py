@@ -76,6 +76,14 @@ END = b"0\r\n\r\n"
 
 
 @pytest.mark.parametrize(
+    "host", ["localhost:", "127.0.0.1:80", "[::1]", "[fe80::1%25eth0]:8000", "my_pod.internal"]
+)
+async def test_each_form_of_a_host_is_answered(gateway: Gateway, host: str) -> None:
+    sent = f"GET /livez HTTP/1.1\r\nhost: {host}\r\n\r\n".encode()
+    assert (await ask(gateway, sent)).responses[0].status in (200, 403)
+
+
+@pytest.mark.parametrize(
     "path", ["/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/demo", "/openapi.json",
              "/v1/files", "/v1/batches"],
 )  # fmt: skip
@@ -207,6 +215,11 @@ BAD_HEADS = {
     "two equal hosts": GET + HOST,
     "no host": b"GET /v1/models HTTP/1.1\r\n",
     "two hosts by 1.0": b"GET /v1/models HTTP/1.0\r\n" + HOST + HOST,
+    "host with userinfo": b"GET /v1/models HTTP/1.1\r\nhost: evil.example@localhost\r\n",
+    "host with a path": b"GET /v1/models HTTP/1.1\r\nhost: localhost/evil\r\n",
+    "host with a query": b"GET /v1/models HTTP/1.1\r\nhost: localhost?evil\r\n",
+    "host of two words": b"GET /v1/models HTTP/1.1\r\nhost: local host\r\n",
+    "host with a name for a port": b"GET /v1/models HTTP/1.1\r\nhost: localhost:http\r\n",
     "host with a space": b"GET /v1/models HTTP/1.1\r\nhost : localhost\r\n",
     "CONNECT": b"CONNECT localhost:443 HTTP/1.1\r\n" + HOST,
     "HTTP/2": b"PRI * HTTP/2.0\r\n",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 from typing import Any
 from urllib.parse import unquote
@@ -44,6 +45,8 @@ WRITE_TIMEOUT_S = 60.0
 PROBES = frozenset({"/livez", "/readyz", "/metrics"})
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 RESET_POLL_S = 0.1
+_HOST = re.compile(rb"(?:\[[\w:.%~-]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?")
+"""A name or an address, and a port; with the userinfo or path of a URL it is none (RFC 9110, 7.2)."""
 
 
 class _BadRequest(Exception):
@@ -243,6 +246,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             raise _BadRequest(f"the request has {hosts} Host headers: send exactly one")
         for name, value in self.headers:
+            if name == b"host" and not _HOST.fullmatch(value):
+                raise _BadRequest("the header host is no name or address, with or without a port")
             if name == b"transfer-encoding" and value.lower() != b"chunked":
                 raise _BadRequest("the header transfer-encoding may be chunked only")
 
