@@ -292,6 +292,8 @@ async def test_refusal_in_a_stream_ends_the_request_with_the_words_of_the_server
          "the server answered 429: used up"),
         (200, b'{\n "error": {\n "message": "core died",\n "code": "internal" }}',
          "the server answered 500: core died"),
+        (200, b'{"success":false,"msg":"no such key"}', "the server answered 500: no such key"),
+        (200, b'{"code":1210,"msg":"too long"}', "the server answered 500: too long"),
         (200, b"upstream connect error", "the server sent no answer: upstream connect error"),
         (200, b"<html><body>Bad Gateway</body></html>", "the server sent no answer: Bad Gateway"),
         (502, b"<html><body>Bad Gateway</body></html>", "the server answered 502: Bad Gateway"),

@@ -30,6 +30,7 @@ from kvlane.app.engine.attached.server_errors import (
     error_for_status,
     error_of_body,
     error_of_text,
+    is_answer,
     is_json,
 )
 from kvlane.app.engine.interface import EngineError, InvalidRequest
@@ -411,7 +412,7 @@ class EventParser:
             if is_json(event):
                 self.found.append(event)
         elif self._other and not self._has_events:
-            if not is_json(self._other):
+            if not is_answer(self._other):
                 raise error_of_text(self._other)
             self.found.append(bytes(self._other))
 

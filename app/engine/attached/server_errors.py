@@ -106,6 +106,15 @@ def is_json(text: bytes | bytearray) -> bool:
         return False
 
 
+def is_answer(text: bytes | bytearray) -> bool:
+    """True for a JSON object that may be an answer, or an error in one of the usual forms."""
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return text.strip() == DONE
+    return "choices" in fields or error_of_event(fields) is not None
+
+
 def error_of_event(fields: Mapping[str, Any]) -> EngineError | None:
     """The error in an event, or in the body of a 200; None if it is a part of an answer."""
     found = _error_in(fields)
@@ -135,7 +144,8 @@ def _error_in(fields: Mapping[str, Any]) -> Any:
     if fields.get("choices"):
         first = fields["choices"][0] if isinstance(fields["choices"], list) else None
         return (first.get("error") or None) if isinstance(first, dict) else None
-    if fields.get("detail") or (fields.get("message") and _has_status(fields)):
+    is_told = any(fields.get(name) for name in _OWN_MESSAGES)
+    if fields.get("detail") or (is_told and _has_status(fields)):
         return fields
     return None
 
@@ -144,8 +154,12 @@ def _has_status(fields: Mapping[str, Any]) -> bool:
     return any(fields.get(name) is not None for name in (*_STATUS_FIELDS, "type"))
 
 
-_STATUS_FIELDS = ("code", "status", "status_code", "statusCode", "http_status", "httpStatus")
-_MESSAGE_FIELDS = ("message", "msg", "detail", "details", "error_message", "title", "reason")
+_STATUS_FIELDS = (
+    "code", "status", "status_code", "statusCode", "http_status", "httpStatus", "error_code",
+)  # fmt: skip
+_OWN_MESSAGES = ("message", "msg", "error_message", "error_msg")
+"""Fields of an error that stands in no other object."""
+_MESSAGE_FIELDS = ("message", "msg", "detail", "details", *_OWN_MESSAGES[2:], "title", "reason")
 
 
 def _message(error: Any) -> str:

@@ -17,12 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvlane.app.http.api_errors import (
-    ApiError,
-    error_of_stream,
-    invalid_request,
-    unknown_stream,
-)
+from kvlane.app.http.api_errors import ApiError, error_of_stream, invalid_request, unknown_stream
 from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from kvlane.app.http.openai.logprobs import TokenText

@@ -331,6 +331,23 @@ def test_error_event_has_the_status_that_it_names_in_any_form(error: Any, status
 
 
 @pytest.mark.parametrize(
+    ("event", "status", "message"),
+    [
+        ({"code": 429, "msg": "too fast"}, 429, "too fast"),
+        ({"error_code": 336003, "error_msg": "too long"}, 500, "too long"),
+        ({"message": "busy", "status": 503}, 503, "busy"),
+    ],
+)
+def test_error_that_stands_in_no_object_is_one(
+    event: dict[str, Any], status: int, message: str
+) -> None:
+    found = error_of_event(event)
+    assert isinstance(found, ServerFailed)
+    assert found.status == status
+    assert message in str(found)
+
+
+@pytest.mark.parametrize(
     "event",
     [
         {"choices": [{"text": "a"}], "error": None},
