@@ -46,7 +46,7 @@ PROBES = frozenset({"/livez", "/readyz", "/metrics"})
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 RESET_POLL_S = 0.1
 _HOST = re.compile(rb"(?:\[[\w:.%~-]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?")
-"""A name or an address, and a port; with the userinfo or path of a URL it is none (RFC 9110, 7.2)."""
+"""A name or an address, and a port. Other parts of a URL make it none (RFC 9110, 7.2)."""
 
 
 class _BadRequest(Exception):
