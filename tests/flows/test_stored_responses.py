@@ -13,6 +13,7 @@ from kvlane.app.http.responses import responses_endpoint, stored_responses
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import unpack_tokens
 from kvlane.streams.ids import RequestIds
+from kvlane.streams.ports import Entry
 from kvlane.streams.topics import RESPONSES, RESULTS, partition_of
 from kvlane.testing import ScriptedEngine
 from tests.flows.test_agents import SCRIPT
@@ -318,3 +319,20 @@ async def test_results_of_others_do_not_hide_a_response(world: MemoryWorld) -> N
         talk.results.answer(f"job-{number}", "a")
     await world.sleep(5.0)
     assert (await talk.get(answer["id"])).json == answer
+
+
+@pytest.mark.parametrize("value", [b"{", b'{"stored":{"input":7}}', b'{"stored":5}', b"\xff"])
+@scenario_test
+async def test_response_whose_record_cannot_be_read_is_unknown(
+    world: MemoryWorld, value: bytes
+) -> None:
+    talk = await Conversation.begin(world)
+    await talk.results.kill()
+    first = await talk.ask("one")
+    key = first["id"].encode()
+    partition = partition_of(key, world.broker.partitions[RESULTS])
+    world.append_raw(RESULTS, partition, Entry(key, value))
+    continued = await talk.post("one", previous_response_id=first["id"])
+    assert unknown(continued) == (400, "previous_response_not_found")
+    items = await talk.get(f"{first['id']}/input_items")
+    assert unknown(items) == (404, "response_not_found")

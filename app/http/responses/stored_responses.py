@@ -272,12 +272,16 @@ class _Items:
 
 
 def _stored(request_id: str, record: Record) -> StoredResponse:
-    """The response of a record. One of another kind, by an earlier version, has no items."""
+    """The response of a record. One of another kind, by an earlier version, has no items. Raises
+    ApiError, 404, for an unreadable one."""
     place = TurnPlace(request_id, record.partition, record.offset)
-    result = msgspec.json.decode(record.value or b"{}", type=_Result)
-    if result.stored is None:
-        return StoredResponse(place, "failed", b"", b"", b"", (), request_id)
-    body = msgspec.json.decode(result.body, type=_Body)
+    try:
+        result = msgspec.json.decode(record.value or b"{}", type=_Result)
+        if result.stored is None:
+            return StoredResponse(place, "failed", b"", b"", b"", (), request_id)
+        body = msgspec.json.decode(result.body, type=_Body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise unknown_response("its record cannot be read") from None
     return StoredResponse(
         place, body.status, bytes(result.body), bytes(result.stored.input), bytes(body.output),
         result.stored.history, result.stored.conversation or request_id,
