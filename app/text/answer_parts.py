@@ -122,6 +122,14 @@ class JoinedParts:
         self._texts.clear()
 
 
+def writable(text: str) -> str:
+    """The text with U+FFFD for each half of a character: models escape them in JSON, and records
+    have none."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def call_id(request_id: str, number: int) -> str:
     """The same id for every worker and reader."""
     digest = blake2b(f"{number} {request_id}".encode(), digest_size=12).hexdigest()

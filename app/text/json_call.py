@@ -12,6 +12,8 @@ from typing import Literal
 from msgspec import DecodeError
 from msgspec import json as msgspec_json
 
+from kvlane.app.text.answer_parts import writable
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 MAX_NAME_CHARS = 256
 
@@ -186,7 +188,7 @@ class JsonCall:
 
 def _string(literal: str) -> str:
     try:
-        return str(json.loads(literal, strict=False))
+        return writable(json.loads(literal, strict=False))
     except ValueError as e:
         raise MalformedCall(f"it has a string that is no JSON: {e}") from None
 

@@ -31,6 +31,7 @@ from kvlane.app.text.answer_parsers import (
     ToolParserName,
     begins_in_reasoning,
 )
+from kvlane.app.text.answer_parts import AnswerPart
 from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.records import PassthroughDelta
@@ -205,6 +206,20 @@ def test_parts_follow_from_the_tokens_and_are_those_of_the_whole(
         expected = [(call.name, _canonical(call.arguments)) for call in calls or ()]
         if is_whole:
             assert (found, content.strip()) == (expected, (said or "").strip())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_a_character_in_a_call_becomes_text_that_can_be_written(
+    tokenizer: Any, name: str
+) -> None:
+    parts: list[AnswerPart] = []
+    parsing = AnswerParsing(tools=name, functions=TOOLS)
+    parser = VllmCallsParser(parsing, "a", parts.append, tokenizer)
+    for char in FAMILIES[name]([("get_weather", {"deep": {"k": "\ud83d"}})]):
+        parser.push(char)
+    parser.end()
+    assert parser.calls == 1
+    assert json.dumps([part.delta for part in parts], ensure_ascii=False).encode()
 
 
 def reasoned(name: str) -> Iterator[tuple[str, str]]:

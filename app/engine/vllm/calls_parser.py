@@ -16,7 +16,14 @@ from typing import Any
 
 import msgspec
 
-from kvlane.app.text.answer_parts import AnswerPart, ContentParser, Emit, arguments_part, name_part
+from kvlane.app.text.answer_parts import (
+    AnswerPart,
+    ContentParser,
+    Emit,
+    arguments_part,
+    name_part,
+    writable,
+)
 from kvlane.streams.request import AnswerParsing
 
 log = logging.getLogger(__name__)
@@ -68,8 +75,8 @@ class VllmCallsParser(ContentParser):
         return None
 
     def _emit_call(self, call: Any) -> None:
-        name = call.function and call.function.name
-        arguments = (call.function and call.function.arguments) or ""
+        name = writable((call.function and call.function.name) or "")
+        arguments = writable((call.function and call.function.arguments) or "")
         if name:
             self.calls += 1
             self._emit(name_part(self._request_id, call.index, name, arguments))

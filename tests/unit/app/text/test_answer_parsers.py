@@ -182,6 +182,22 @@ def test_arguments_keep_the_spelling_of_the_model(body: str, arguments: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        ('{"name": "f\\ud83d", "arguments": {}}', ("f\ufffd", "{}")),
+        ('{"name": "f", "arguments": "{\\"a\\": \\"\\ude00b\\"}"}', ("f", '{"a": "\ufffdb"}')),
+        ('{"name": "\\ud83d\\ude00", "arguments": "{}\\ud83d"}', ("😀", "{}\ufffd")),
+    ],
+)
+def test_half_a_character_in_a_call_becomes_text_that_can_be_written(
+    body: str, call: tuple[str, str]
+) -> None:
+    answer = parsed(TOOLS, f"<tool_call>{body}</tool_call>")
+    assert answer.calls == [call]
+    assert json.dumps(answer.message, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "<tool_call>weather in Köln</tool_call>",
