@@ -64,6 +64,14 @@ AS_SENT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "result in parts": (
         [USER, ASKED, RESULT | {"content": parts("eight")}, GO], [USER, ASKED, RESULT, GO],
     ),
+    "result in two parts": (
+        [USER, ASKED, RESULT | {"content": parts("eight") + parts("nine")}, GO],
+        [USER, ASKED, RESULT | {"content": "eight\nnine"}, GO],
+    ),
+    "instructions in two parts": (
+        [SYSTEM | {"content": parts("be kind") + parts("be brief")}, GO],
+        [SYSTEM | {"content": "be kind\nbe brief"}, GO],
+    ),
     "question in parts": ([USER | {"content": parts("hello")}, SAID, GO], [USER, SAID, GO]),
     "answer in parts of another endpoint": (
         [USER, SAID | {"content": parts("gladly", "output_text")}, GO], [USER, SAID, GO],
@@ -96,7 +104,7 @@ AS_SENT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [USER, {"role": "assistant", "content": None, "function_call": CALL["function"]},
          {"role": "function", "name": "add", "content": "eight"}, GO],
         [USER, ASKED | {"tool_calls": [CALL | {"id": "call00001"}]},
-         RESULT | {"tool_call_id": "call00001"}, GO],
+         RESULT | {"tool_call_id": "call00001", "name": "add"}, GO],
     ),
 }  # fmt: skip
 """A history in the form that a client sends, and the same history in full."""
@@ -119,7 +127,10 @@ def test_history_is_rendered_as_its_full_form(template: str, history: str) -> No
     assert "go on" in prompt
     for message in full:
         if isinstance(text := message["content"], str):
-            assert text in prompt
+            assert all(line in prompt for line in text.split("\n"))
+        for call in message.get("tool_calls", ()):
+            assert "add" in prompt
+            assert ("7" in prompt) == ("7" in call["function"]["arguments"])
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -128,6 +139,42 @@ def test_instructions_of_a_developer_are_those_of_the_system(template: str) -> N
     prompt = rendered(template, [developer, USER])
     assert "be kind" in prompt
     assert prompt == rendered(template, [SYSTEM, USER])
+
+
+@pytest.mark.parametrize(
+    ("template", "ids"),
+    [
+        ("sections", ["functions.add:0", "functions.add:1"]),
+        ("instruct", ["tool00000", "tool00001"]),
+        ("plain", ["call_Z4", "call_Z5"]),
+    ],
+)
+def test_ids_of_calls_have_the_form_that_the_template_needs(template: str, ids: list[str]) -> None:
+    turns = [
+        [ASKED | {"tool_calls": [CALL | {"id": name}]}, RESULT | {"tool_call_id": name}]
+        for name in ("call_Z4", "call_Z5")
+    ]
+    prompt = rendered(template, [USER, *turns[0], *turns[1], GO])
+    assert [prompt.count(each) for each in ids] == ([1, 1] if template == "plain" else [2, 2])
+    own = ids[0] if template == "plain" else ids[1]
+    kept = rendered(template, [USER, *turns[0][:1], RESULT | {"tool_call_id": "call_Z4"}, GO])
+    assert kept.count(ids[0]) >= 1
+    named = [ASKED | {"tool_calls": [CALL | {"id": own}]}, RESULT | {"tool_call_id": own}]
+    assert own in rendered(template, [USER, *named, GO])
+
+
+def test_text_beside_calls_stays_where_a_template_has_one_of_both() -> None:
+    prompt = rendered("calls or text", [USER, ASKED | {"content": "I add."}, RESULT, GO])
+    assert "<A>I add.<end><call>function<sep>add" in prompt
+
+
+@pytest.mark.parametrize("content", [None, "I add."])
+def test_reasoning_of_an_earlier_call_reaches_its_template(content: str | None) -> None:
+    asked = ASKED | {"content": content, "reasoning_content": "seven?"}
+    for template in ("channels", "reasoning", "macros"):
+        prompt = rendered(template, [USER, asked, RESULT])
+        assert ("seven?" in prompt) == (template != "channels" or content is None)
+        assert (content or "") in prompt
 
 
 def test_role_developer_stays_for_templates_with_it() -> None:

@@ -170,8 +170,9 @@ CHANNELS = """
 {%- for message in loop_messages %}
 {%- if message.role == 'assistant' %}
 {%- if 'tool_calls' in message %}
-{%- if message.content and message.thinking %}{{ raise_exception('both') }}{%- endif %}
-{%- if message.content %}{{ '<|channel|>analysis<|message|>' + message.content }}{%- endif %}
+{%- if message.content and message.thinking %}{{ raise_exception('both') }}
+{%- elif message.content %}{{ '<|channel|>analysis<|message|>' + message.content }}
+{%- elif message.thinking %}{{ '<|channel|>analysis<|message|>' + message.thinking }}{%- endif %}
 {%- set call = message.tool_calls[0] %}{%- if call.function %}{%- set call = call.function %}
 {%- endif %}
 {{- '<|start|>assistant to=functions.' + call.name + '<|message|>' + (call.arguments | tojson) }}
@@ -190,11 +191,71 @@ PARTS_ONLY = """
 {%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{%- endfor %}
 {%- endfor %}{%- if tools %}{{ tools | tojson }}{%- endif %}"""
 
+CALLS_OR_TEXT = """
+{%- set ns = namespace(is_first=false) %}
+{%- for message in messages %}
+{%- if message['role'] == 'system' or message['role'] == 'user' %}
+{{- '<U>' + message['content'] }}{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}
+{%- for tool in message['tool_calls'] %}
+{{- '<call>' + tool['type'] + '<sep>' + tool['function']['name'] + '\n' }}
+{{- '```json\n' + tool['function']['arguments'] + '\n```' }}{%- endfor %}{{ '<end>' }}
+{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is not none %}
+{{- '<A>' + message['content'] + '<end>' }}{%- endif %}
+{%- if message['role'] == 'tool' %}{{ '<output>' + message['content'] + '</output>' }}{%- endif %}
+{%- endfor %}{%- if tools %}{{ tools | tojson }}{%- endif %}"""
+
+MACROS = """
+{%- macro visible(content) %}{%- if content is string %}{{ content }}
+{%- elif content is iterable and content is not mapping %}{%- for item in content %}
+{%- if item is mapping and item.type == 'text' %}{{ item.text }}
+{%- elif item is string %}{{ item }}{%- endif %}{%- endfor %}
+{%- else %}{{ content }}{%- endif %}{%- endmacro %}
+{%- for tool in tools or [] %}{{ tool | tojson(ensure_ascii=False) }}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|user|>\n' + visible(m.content) }}
+{%- elif m.role == 'assistant' %}{%- set content = visible(m.content) %}
+{{- '<|assistant|>\n<think>' ~ (m.reasoning_content or '') ~ '</think>' }}
+{%- if content.strip() %}{{ '\n' + content.strip() }}{%- endif %}
+{%- for tc in m.tool_calls or [] %}{%- set tc = tc.function or tc %}
+{{- '\n<tool_call>' + tc.name }}{%- set _args = tc.arguments %}{%- for k, v in _args.items() %}
+{{- '<arg_key>' ~ k ~ '</arg_key><arg_value>' }}
+{{- v | tojson(ensure_ascii=False) if v is not string else v }}{{ '</arg_value>' }}
+{%- endfor %}{{ '</tool_call>' }}{%- endfor %}
+{%- elif m.role == 'tool' %}{{ '<|observation|>' }}
+{%- if m.content is string %}{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- else %}{%- for tr in m.content %}
+{{- '<tool_response>' ~ (tr.output if tr.output is defined else tr) ~ '</tool_response>' }}
+{%- endfor %}{%- endif %}
+{%- elif m.role == 'system' %}{{ '<|system|>\n' + visible(m.content) }}{%- endif %}
+{%- endfor %}"""
+
+SECTIONS = """
+{%- macro content_of(msg) %}{%- set c = msg.get('content') %}{%- if c is string %}{{ c }}
+{%- elif c is not none %}{%- for part in c %}{%- if part['type'] == 'image' or 'image' in part %}
+{{- '<|media|>' }}{%- else %}{{ part['text'] }}{%- endif %}{%- endfor %}{%- endif %}{%- endmacro %}
+{%- if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' ~ tools | tojson }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_' ~ message['role'] ~ '|>' ~ (message.get('name') or message['role']) ~ '<|im_middle|>' }}
+{%- if message['role'] == 'assistant' and message.get('tool_calls') %}
+{{- content_of(message) }}{{ '<|tool_calls_section_begin|>' }}
+{%- for call in message['tool_calls'] %}
+{{- '<|tool_call_begin|>' ~ call['id'] ~ '<|tool_call_argument_begin|>' }}
+{%- if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}
+{%- else %}{{ call['function']['arguments'] | tojson }}{%- endif %}{{ '<|tool_call_end|>' }}
+{%- endfor %}{{ '<|tool_calls_section_end|>' }}
+{%- elif message['role'] == 'tool' %}
+{{- '## Return of ' ~ message.tool_call_id ~ '\n' ~ content_of(message) }}
+{%- elif message['content'] is not none %}{{ content_of(message) }}{%- endif %}
+{{- '<|im_end|>' }}{%- endfor %}"""
+
 TEMPLATES = {
     "chatml": CHATML, "reasoning": REASONING, "headers": HEADERS, "instruct": INSTRUCT,
     "typed tools": TYPED_TOOLS, "flags": FLAGS, "plain": PLAIN, "turns": TURNS,
-    "channels": CHANNELS, "parts only": PARTS_ONLY,
+    "channels": CHANNELS, "parts only": PARTS_ONLY, "calls or text": CALLS_OR_TEXT,
+    "macros": MACROS, "sections": SECTIONS,
 }  # fmt: skip
-"""In the manner of Qwen 2.5, Qwen 3, Llama 3, Mistral, Hermes, DeepSeek, Phi, Gemma 3, gpt-oss, and
-models of images."""
+"""In the manner of Qwen 2.5, Qwen 3, Llama 3, Mistral, Hermes, DeepSeek V3.1, Phi, Gemma 3,
+gpt-oss, models of images, DeepSeek R1, GLM 4.5, and Kimi K2."""
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -9,10 +9,11 @@ Jinja in its sandbox (`template_sandbox.py`), with the conventions of Hugging Fa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from time import thread_time
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -58,7 +59,7 @@ class ChatTemplate:
                 raise BadModel(f"chat template: it has more than {MAX_SOURCE_CHARS} characters")
             with limited_by(RenderBudget(clock, timeout_s, cpu_time)):
                 syntax = environment.parse(source)
-                self._shape = _shape_of(syntax)
+                self._shape = _shape_of(syntax, source)
                 self._variables = {node.name for node in syntax.find_all(nodes.Name)}
                 self._template = environment.from_string(
                     environment.compiled(syntax), globals=dict(special_tokens or {})
@@ -128,48 +129,102 @@ class _GenerationTag(Extension):
 
 class _Shape(NamedTuple):
     """The input that a template takes, by its syntax: it loops over the `parts` of a content, takes
-    content that is a text, has a role developer."""
+    content that is a text, has a role developer, reads reasoning as `thinking`, writes arguments as
+    text, and calls only of messages whose content is null. `id_form`: of the ids of calls."""
 
     parts: bool
     texts: bool
     developer: bool
+    thinking: bool
+    text_arguments: bool
+    null_content: bool
+    id_form: Literal["any", "named", "short"]
 
 
-def _shape_of(syntax: nodes.Template) -> _Shape:
-    parts = any(_is_content(loop.iter) for loop in syntax.find_all(nodes.For))
-    tests = (test for test in syntax.find_all(nodes.Test) if _is_content(test.node))
+def _shape_of(syntax: nodes.Template, source: str) -> _Shape:
+    parts = any(_is_field(loop.iter, "content") for loop in syntax.find_all(nodes.For))
+    tests = (test for test in syntax.find_all(nodes.Test) if _is_field(test.node, "content"))
+    short: Literal["short", "any"] = "short" if _SHORT_ID.search(source) else "any"
     return _Shape(
         parts=parts,
         texts=not parts or any(test.name in _TESTS_OF_TEXT for test in tests),
         developer=any(const.value == "developer" for const in syntax.find_all(nodes.Const)),
+        thinking=any(map(_is_thinking, syntax.find_all((nodes.Getattr, nodes.Getitem)))),
+        text_arguments=_takes_text_arguments(syntax),
+        null_content=any(map(_is_null_branch, syntax.find_all(nodes.If))),
+        id_form="named" if _NAMED_CALL in source else short,
     )
+
+
+_NAMED_CALL = "<|tool_call_argument_begin|>"
+"""Of Kimi, whose calls name their function in their id alone: `functions.NAME:NUMBER`."""
+_SHORT_ID = re.compile(r"\|\s*length\s*!=\s*9\b")
+"""Of Mistral, whose templates refuse other ids."""
+
+
+def _is_thinking(node: nodes.Node) -> bool:
+    return _is_field(node, "thinking")
+
+
+def _takes_text_arguments(syntax: nodes.Template) -> bool:
+    """Whether the arguments of calls are joined to texts, and never written as JSON."""
+    filters = syntax.find_all(nodes.Filter)
+    if any(each.name == "tojson" and _is_field(each.node, "arguments") for each in filters):
+        return False
+    joins = syntax.find_all((nodes.Add, nodes.Concat, nodes.Output))
+    operands = (operand for join in joins for operand in join.iter_child_nodes())
+    return any(_is_field(operand, "arguments") for operand in operands)
+
+
+def _is_null_branch(branch: nodes.If) -> bool:
+    """Whether calls are written where a content is null."""
+    loops = nodes.Template(branch.body).find_all(nodes.For)
+    return any(_is_field(loop.iter, "tool_calls") for loop in loops) and any(
+        isinstance(term, nodes.Test) and term.name == "none" and _is_field(term.node, "content")
+        for term in _terms(branch.test)
+    )
+
+
+def _terms(condition: nodes.Node) -> Iterator[nodes.Node]:
+    """The conditions that must all hold."""
+    if isinstance(condition, nodes.And):
+        yield from _terms(condition.left)
+        yield from _terms(condition.right)
+    else:
+        yield condition
 
 
 _TESTS_OF_TEXT = ("string", "iterable", "sequence", "mapping")
 
 
-def _is_content(node: nodes.Node) -> bool:
+def _is_field(node: nodes.Node | None, field: str) -> bool:
+    """Whether an expression is this field, or a variable of its name, with any filters."""
     match node:
-        case nodes.Getattr(attr="content") | nodes.Name(name="content"):
-            return True
-        case nodes.Getitem(arg=nodes.Const(value="content")):
-            return True
+        case nodes.Getattr(attr=name) | nodes.Name(name=name):
+            return bool(name == field)
+        case nodes.Getitem(arg=nodes.Const(value=name)):
+            return bool(name == field)
         case nodes.Filter(node=nodes.Node() as inner):
-            return _is_content(inner)
+            return _is_field(inner, field)
     return False
 
 
 def _worded(messages: Sequence[ChatMessage], shape: _Shape) -> list[dict[str, Any]]:
     """Messages in the form that templates expect.
 
-    - Content is always there: a text where the template takes texts, otherwise parts. That of an
-      answer that is a refusal is its text.
+    - Content is always there: a text where the template takes texts, otherwise parts. Instructions
+      and results are one part, since templates take the first one, or write parts as they are. That
+      of an answer that is a refusal is its text.
     - Fields that are null or empty are left out.
-    - The arguments of tool calls are objects.
+    - The arguments of tool calls are objects, or text where the template joins them to texts.
+    - The ids of calls have the form that the template needs.
     - The older calls of functions are tool calls; their results are those of tools.
     - The role developer is system, for templates without it.
     """
-    return [_message(message, number, shape) for number, message in enumerate(messages)]
+    worded = [_message(message, number, shape) for number, message in enumerate(messages)]
+    if shape.id_form != "any":
+        _rename_calls(worded, shape.id_form)
+    return list(_split_calls(worded)) if shape.null_content else worded
 
 
 def _message(message: ChatMessage, number: int, shape: _Shape) -> dict[str, Any]:
@@ -181,7 +236,7 @@ def _message(message: ChatMessage, number: int, shape: _Shape) -> dict[str, Any]
     content, refusal = message.get("content"), message.get("refusal")
     if content is None and isinstance(refusal, str):
         content = refusal
-    worded["content"] = _content(content, shape)
+    worded["content"] = content = _content(content, worded["role"], shape)
     match worded["role"]:
         case "developer" if not shape.developer:
             worded["role"] = "system"
@@ -192,18 +247,52 @@ def _message(message: ChatMessage, number: int, shape: _Shape) -> dict[str, Any]
         called = {"id": _call_id(number), "type": "function", "function": call}
         worded.setdefault("tool_calls", [called])
     if isinstance(calls := worded.get("tool_calls"), list):
-        worded["tool_calls"] = list(map(_called, calls))
+        worded["tool_calls"] = [_called(call, shape) for call in calls]
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if name in worded:  # both names are in use
             worded.setdefault(other, worded[name])
+    if shape.thinking and "reasoning" in worded and not ("tool_calls" in worded and content):
+        worded.setdefault("thinking", worded["reasoning"])  # gpt-oss takes one of both with calls
     return worded
 
 
-def _content(content: Any, shape: _Shape) -> Any:
-    if isinstance(content, list) and shape.parts:
+def _rename_calls(messages: Sequence[dict[str, Any]], form: Literal["named", "short"]) -> None:
+    """Give calls, and their results, ids in a form, unless they have it."""
+    pattern, number, names = _ID_FORMS[form], 0, dict[Any, str]()
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            known, name = str(call.get("id", "")), call["function"].get("name")
+            if not pattern.fullmatch(known):
+                call["id"] = f"functions.{name}:{number}" if form == "named" else f"tool{number:05}"
+            names[known] = call["id"]
+            number += 1
+        if (known := str(message.get("tool_call_id", ""))) in names:
+            message["tool_call_id"] = names[known]
+
+
+_ID_FORMS = {
+    "named": re.compile(r"functions\.[^:]+:\d+"), "short": re.compile(r"[0-9A-Za-z]{9}")
+}  # fmt: skip
+
+
+def _split_calls(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages with calls behind a message of their own for their text."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls and message["content"]:
+            yield {name: value for name, value in message.items() if name != "tool_calls"}
+        yield message | {"content": None} if calls else message
+
+
+_ONE_PART = ("system", "developer", "tool", "function")
+"""Roles whose content is one text, whatever its parts."""
+
+
+def _content(content: Any, role: str, shape: _Shape) -> Any:
+    if isinstance(content, list) and shape.parts and role not in _ONE_PART:
         return [_text_part(part) for part in content]
     if isinstance(content, list):
-        return "\n".join(_text_part(part)["text"] for part in content)
+        content = "\n".join(_text_part(part)["text"] for part in content)
     if shape.texts:
         return "" if content is None else content
     return [] if content is None else [{"type": "text", "text": content}]
@@ -220,7 +309,7 @@ def _call_id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+def _called(call: Mapping[str, Any], shape: _Shape) -> dict[str, Any]:
     call = {name: value for name, value in call.items() if value is not None}
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
@@ -231,6 +320,8 @@ def _called(call: Mapping[str, Any]) -> dict[str, Any]:
             function["arguments"] = json.loads(arguments)
         except ValueError:  # the model wrote it: the template has to take it as it is
             function["arguments"] = arguments
+    if shape.text_arguments and not isinstance(function["arguments"], str):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": function}
 
 
