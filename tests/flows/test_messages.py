@@ -10,6 +10,7 @@ import anthropic
 import httpx
 import pytest
 
+from kvlane.app.http.anthropic.message_requests import chat_of
 from kvlane.testing import MemoryDeployment, ScriptedEngine, memory_deployment
 from tests.flows.test_agents import SCRIPT, Breaking
 
@@ -253,6 +254,17 @@ async def test_errors_have_the_classes_of_the_client() -> None:
             )
         with pytest.raises(anthropic.NotFoundError, match="count_tokens"):
             await ai.messages.batches.list()
+
+
+def test_strict_tools_and_earlier_names_of_formats_reach_the_model() -> None:
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "schema": schema}
+    chat = chat_of(body("text", tools=[WEATHER | {"strict": True}], output_format=form))
+    assert chat["tools"][0]["function"]["strict"] is True
+    assert chat["response_format"]["json_schema"]["schema"] == schema
+    assert chat_of(body("text", output_config={"format": form})) == chat_of(
+        body("text", output_format=form, output_config={"effort": "low", "format": None})
+    )
 
 
 async def post(deployment: MemoryDeployment, fields: dict[str, Any]) -> httpx.Response:

@@ -144,6 +144,7 @@ class MessageTool(StrictModel):
     name: Name
     description: str | None = None
     input_schema: Object
+    strict: bool | None = None
 
 
 class MessageToolChoice(StrictModel):
@@ -185,6 +186,8 @@ class CountBody(StrictModel):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The earlier name of `output_config.format`."""
     nvext: NvExt | None = None
 
 
@@ -235,15 +238,18 @@ def _chat_of(fields: Mapping[str, Any], kind: type[CountBody]) -> JsonObject:
     chat["messages"] = list(_messages(body))
     if body.tools:
         chat["tools"] = [
-            function_of(name=each.name, description=each.description, parameters=each.input_schema)
+            function_of(
+                name=each.name, description=each.description, parameters=each.input_schema,
+                strict=each.strict,
+            )
             for each in body.tools
-        ]
+        ]  # fmt: skip
     chat |= _tool_choice(body)
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         thinks = {"enable_thinking": body.thinking.type == "enabled"}
         chat["chat_template_kwargs"] = thinks | dict(chat.get("chat_template_kwargs") or {})
-    if body.output_config is not None and body.output_config.format is not None:
-        schema = {"name": "output", "schema": body.output_config.format.form}
+    if form := (body.output_config and body.output_config.format) or body.output_format:
+        schema = {"name": "output", "schema": form.form}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesBody):
         if body.stop_sequences:
