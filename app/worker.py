@@ -22,7 +22,7 @@ from typing import Any
 
 from kvlane.app.engine.engine_factory import create_engine
 from kvlane.app.engine.interface import Engine, EngineDead
-from kvlane.app.engine.output_values import checked_stats
+from kvlane.app.engine.output_values import check_config, checked_stats
 from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
 from kvlane.app.metrics.worker_metrics import WorkerMetrics
 from kvlane.app.operator_error import OperatorError
@@ -209,6 +209,7 @@ class Worker(ObservedProcess):
         """Start the engine with its listener, and publish the files and card of its model."""
         self._engine.set_kv_event_listener(self._on_engine_events)
         started = await self._engine.start(self.id)
+        check_config(started)
         config = with_adapters(started, self._engine.adapters(), self._settings)
         check_role(config, self._settings, self.id)
         model = config.served_model_name or config.model

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvlane.app.engine.interface import U32_MAX, EngineError, EngineOutput
-from kvlane.streams.records import EngineStats, LogProb, Usage
+from kvlane.streams.records import EngineConfig, EngineStats, LogProb, Usage
 
 LOWEST_LOG_PROB = -9999.0
 """Stands for minus infinity, a token that cannot be chosen, as in vLLM's OpenAI server."""
@@ -54,6 +54,19 @@ def checked_stats(stats: EngineStats | None) -> EngineStats | None:
         return None
     fields = msgspec.structs.astuple(stats)
     return stats if all(type(n) is int and 0 <= n < 1 << 63 for n in fields) else None
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raise EngineError for a value that the card of a worker cannot carry."""
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        try:
+            msgspec.msgpack.encode(value)
+            fault = _non_finite(value, "")
+        except (TypeError, ValueError, OverflowError) as e:
+            fault = str(e)
+        if fault:
+            raise EngineError(f"the engine gave config.{name} {value!r:.100}: {fault}")
 
 
 def json_fault(value: Any) -> str:

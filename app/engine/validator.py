@@ -8,7 +8,6 @@ the values of the config and of each output. Never here: readiness (1), resource
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Mapping
 
 from kvlane.app.engine.interface import (
@@ -18,7 +17,7 @@ from kvlane.app.engine.interface import (
     GenerateContext,
     KvEventListener,
 )
-from kvlane.app.engine.output_values import checked_output, checked_stats
+from kvlane.app.engine.output_values import check_config, checked_output, checked_stats
 from kvlane.app.text.answer_parts import ContentParser, Emit
 from kvlane.streams.records import EngineConfig, EngineStats
 from kvlane.streams.request import AnswerParsing, Request
@@ -68,14 +67,14 @@ class ValidatingEngine(Engine):
         _rule(self._starts == 0, "start is called once")
         self._starts += 1
         config = await self._engine.start(worker_id)
+        try:
+            check_config(config)
+        except EngineError as e:
+            raise ContractViolation(f"engine contract broken: {e}") from e
         _rule(bool(config.model), "the config names a model")
         _rule(
             all(number is None or number > 0 for number in _numbers(config)),
             "advertised numbers are above 0; None advertises nothing",
-        )
-        _rule(
-            all(map(math.isfinite, (*(config.curve or ()), config.transfer_lease_s or 0.0))),
-            "the curve and the lease are finite numbers",
         )
         _rule(
             (config.bootstrap_host is None) == (config.bootstrap_port is None),

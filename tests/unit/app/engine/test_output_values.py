@@ -5,13 +5,26 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvlane.app.engine.interface import EngineError, EngineOutput
-from kvlane.app.engine.output_values import LOWEST_LOG_PROB, checked_output, checked_stats
+from kvlane.app.engine.output_values import (
+    LOWEST_LOG_PROB,
+    check_config,
+    checked_output,
+    checked_stats,
+)
 from kvlane.streams.codecs import decode, encode
 from kvlane.streams.memory.partition_log import MemoryRecord
-from kvlane.streams.records import Chunk, EngineStats, LogProb, PassthroughDelta, Usage
+from kvlane.streams.records import (
+    Chunk,
+    EngineConfig,
+    EngineStats,
+    LogProb,
+    PassthroughDelta,
+    Usage,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -97,3 +110,24 @@ def test_minus_infinity_is_the_lowest_log_probability() -> None:
 def test_statistics_that_a_heartbeat_cannot_carry_are_left_out(odd: Any) -> None:
     assert checked_stats(EngineStats(running=odd)) is None
     assert checked_stats(EngineStats(running=3)) == EngineStats(running=3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("context_length", np.int64(4096)),
+        ("total_kv_blocks", 2**64),
+        ("curve", (1.0, NAN)),
+        ("transfer_lease_s", INF),
+        ("model", "a\ud800"),
+    ],
+)
+def test_config_that_a_card_cannot_carry_is_refused_by_name(field: str, value: Any) -> None:
+    given: dict[str, Any] = {"model": "m"} | {field: value}
+    with pytest.raises(EngineError, match=f"config.{field} "):
+        check_config(EngineConfig(**given))
+
+
+def test_config_with_all_fields_passes() -> None:
+    config = EngineConfig(model="m", context_length=9, curve=(1.0, 2.0), lora_names=("a",))
+    check_config(config)
