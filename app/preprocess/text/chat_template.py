@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from time import thread_time
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -142,8 +142,9 @@ class _Shape(NamedTuple):
 
 
 def _shape_of(syntax: nodes.Template, source: str) -> _Shape:
-    parts = any(_is_field(loop.iter, "content") for loop in syntax.find_all(nodes.For))
-    tests = (test for test in syntax.find_all(nodes.Test) if _is_field(test.node, "content"))
+    names = _content_names(syntax)
+    parts = any(_is_field(loop.iter, "content", names) for loop in syntax.find_all(nodes.For))
+    tests = (test for test in syntax.find_all(nodes.Test) if _is_field(test.node, "content", names))
     short: Literal["short", "any"] = "short" if _SHORT_ID.search(source) else "any"
     return _Shape(
         parts=parts,
@@ -197,15 +198,30 @@ def _terms(condition: nodes.Node) -> Iterator[nodes.Node]:
 _TESTS_OF_TEXT = ("string", "iterable", "sequence", "mapping")
 
 
-def _is_field(node: nodes.Node | None, field: str) -> bool:
-    """Whether an expression is this field, or a variable of its name, with any filters."""
+def _content_names(syntax: nodes.Template) -> set[str]:
+    """The variables that are set to the content of a message."""
+    names = set[str]()
+    for assigned in syntax.find_all(nodes.Assign):
+        is_plain = not isinstance(assigned.node, nodes.Filter)  # which may make a list of a text
+        if isinstance(assigned.target, nodes.Name) and is_plain:
+            names |= {assigned.target.name} if _is_field(assigned.node, "content", names) else set()
+    return names
+
+
+def _is_field(node: nodes.Node | None, field: str, names: Collection[str] = ()) -> bool:
+    """Whether an expression is this field, or a variable of its name or of `names`, with any
+    filters, or something in its absence."""
     match node:
-        case nodes.Getattr(attr=name) | nodes.Name(name=name):
+        case nodes.Name(name=name):
+            return name == field or name in names
+        case nodes.Getattr(attr=name) | nodes.Getitem(arg=nodes.Const(value=name)):
             return bool(name == field)
-        case nodes.Getitem(arg=nodes.Const(value=name)):
+        case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=name), *_]):
             return bool(name == field)
-        case nodes.Filter(node=nodes.Node() as inner):
-            return _is_field(inner, field)
+        case nodes.Filter(node=nodes.Node() as inner) | nodes.Or(left=inner):
+            return _is_field(inner, field, names)
+        case nodes.CondExpr(expr1=inner):
+            return _is_field(inner, field, names)
     return False
 
 

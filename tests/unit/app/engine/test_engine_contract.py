@@ -138,7 +138,7 @@ async def test_number_that_json_does_not_have_is_named() -> None:
     with pytest.raises(ContractViolation, match="log_probs nan"):
         await run(outputs(output, EngineOutput.stop()))
     config = EngineConfig(model="m", curve=(1.0, math.inf))
-    with pytest.raises(ContractViolation, match="config.curve"):
+    with pytest.raises(ContractViolation, match=r"config\.curve"):
         await ValidatingEngine(Scripted(config=config)).start("w")
 
 

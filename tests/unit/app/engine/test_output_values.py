@@ -124,7 +124,7 @@ def test_statistics_that_a_heartbeat_cannot_carry_are_left_out(odd: Any) -> None
 )
 def test_config_that_a_card_cannot_carry_is_refused_by_name(field: str, value: Any) -> None:
     given: dict[str, Any] = {"model": "m"} | {field: value}
-    with pytest.raises(EngineError, match=f"config.{field} "):
+    with pytest.raises(EngineError, match=rf"config\.{field} "):
         check_config(EngineConfig(**given))
 
 

@@ -113,10 +113,31 @@ def test_text_parts_are_joined_for_a_template_without_parts() -> None:
         "{% for m in messages %}{% for p in m['content'] %}({{ p.text }}){% endfor %}{% endfor %}",
         "{% for p in messages[0].content | list %}({{ p.text }}){% endfor %}",
         "{% set content = messages[0].content %}{% for p in content %}({{ p.text }}){% endfor %}",
+        "{% set c = messages[0].content %}{% for p in c %}({{ p.text }}){% endfor %}",
+        "{% set a = messages[0].content %}{% set b = a %}{% for p in b %}({{p.text}}){% endfor %}",
+        "{% for p in messages[0].content or [] %}({{ p.text }}){% endfor %}",
+        "{% for p in messages[0].get('content', []) %}({{ p.text }}){% endfor %}",
+        "{% for p in (messages[0].content if messages else []) %}({{ p.text }}){% endfor %}",
     ],
 )
 def test_parts_stay_parts_for_a_template_that_goes_through_them(source: str) -> None:
     assert render(source, PARTS) == "(a)(b)"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set c = messages[0].content %}{% for p in c %}({{ p.text }}){% endfor %}",
+        "{% for p in messages[0].get('content', []) %}({{ p.text }}){% endfor %}",
+    ],
+)
+def test_text_is_a_part_for_a_template_that_goes_through_parts(source: str) -> None:
+    assert render(source, {"role": "user", "content": "a"}) == "(a)"
+
+
+def test_text_stays_text_for_a_template_that_goes_through_its_lines() -> None:
+    source = "{% set c = messages[0].content | list %}{% for p in c %}({{ p }}){% endfor %}"
+    assert render(source, {"role": "user", "content": "ab"}) == "(a)(b)"
 
 
 def test_parts_and_calls_have_no_keys_with_null() -> None:
