@@ -29,6 +29,14 @@ MAX_DEADLINE_S = (TOPICS_BY_NAME[BATCH].retention_ms or 0) / 1000
 """Longest time limit: a prompt is kept no longer. Each class has its own bound, by setting."""
 
 
+def without_nulls(fields: Any) -> Any:
+    """The fields of an object that are given. Null is "not given", as in the bodies of OpenAI: many
+    serializers write it."""
+    if not isinstance(fields, dict):
+        return fields
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 class Prompt(BaseModel):
     """A request as a client publishes it; the record key is the same `id`.
 
@@ -88,10 +96,7 @@ class Prompt(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: Any) -> Any:
-        """Null is "not given", as in the bodies of OpenAI: many serializers write it."""
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if value is not None}
+        return without_nulls(fields)
 
     @field_validator("tenant", "key_id")
     @classmethod

@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.prompt import without_nulls
 from kvlane.streams.record_base import JsonText
 from kvlane.streams.request import (
     NO_HINTS,
@@ -54,13 +55,7 @@ class NullableModel(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: Any) -> Any:
-        return _without_nulls(fields)
-
-
-def _without_nulls(fields: Any) -> Any:
-    if not isinstance(fields, dict):
-        return fields
-    return {name: value for name, value in fields.items() if value is not None}
+        return without_nulls(fields)
 
 
 MAX_NAME_CHARS = 200
@@ -130,10 +125,10 @@ def _blocks_without_nulls(blocks: Any) -> Any:
     """Blocks whose objects have no field that is null."""
     if not isinstance(blocks, list):
         return blocks
-    given = [_without_nulls(block) for block in blocks]
+    given = [without_nulls(block) for block in blocks]
     for block in given:
         if isinstance(block, dict) and isinstance(block.get("mm_objects"), list):
-            block["mm_objects"] = [_without_nulls(item) for item in block["mm_objects"]]
+            block["mm_objects"] = [without_nulls(item) for item in block["mm_objects"]]
     return given
 
 
