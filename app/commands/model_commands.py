@@ -165,7 +165,10 @@ def check_alias(fleet: Fleet, alias: ModelAlias) -> None:
     """Compare an alias with the models of a fleet. Raises BadAlias."""
     known = {*fleet.models, *(member.card.model for _, member in fleet.live_members())}
     if alias.name in known:
-        raise BadAlias(f"{alias.name!r} is the name of a model, which takes precedence")
+        raise BadAlias(
+            f"{alias.name!r} is the name of a model, which takes precedence",
+            correction="Give clients another name, which is an alias from the beginning.",
+        )
     models = [target.model for target in alias.targets]
     for model in models:
         if model not in known and model in fleet.aliases:
