@@ -94,7 +94,7 @@ def explain_unknown(request_id: str, now_ms: int) -> str:
     if drawn_ms is None:
         return (
             f"no record has this id in the last {hours:g} h, and older ones are deleted. Is the id "
-            "complete, and KVLANE_TOPIC_PREFIX right?"
+            "complete, an x-kvlane-id and no x-request-id, and KVLANE_TOPIC_PREFIX right?"
         )
     drawn = f"the id was issued at {format_time(drawn_ms)} UTC"
     if drawn_ms < now_ms - hours * HOUR_MS:

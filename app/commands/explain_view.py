@@ -177,7 +177,7 @@ def _show_decision(decision: ExplainedDecision, console: Console) -> None:
     )
     if decision.cordoned:
         names = ", ".join(map(escape_text, decision.cordoned))
-        console.print(f"  no candidates, since they were cordoned: {names}")
+        console.print(f"  cordoned, so left out: {names}")
     if reasons is not None:
         console.print(f"  {escape_text(reasons.words)}")
         if reasons.choice:

@@ -175,5 +175,5 @@ def check_records(facts: Facts) -> Iterator[Finding]:
     elif sample.malformed:
         yield finding(
             "records", "malformed-records", "the log",
-            f"{sample.malformed} records since then cannot be decoded",
+            f"{sample.malformed} records since --since cannot be decoded",
         )  # fmt: skip

@@ -136,7 +136,7 @@ def check_secrets(facts: Facts) -> Iterator[Finding]:
     if not found:
         yield Finding(
             "skipped", "secrets", "secrets",
-            message="no worker has published cache events since then",
+            message="no worker has published cache events since --since",
         )  # fmt: skip
         return
     own, usual = facts.fingerprint, Counter(found.values()).most_common(1)[0][0]
@@ -245,7 +245,7 @@ def check_dead_letters(facts: Facts) -> Iterator[Finding]:
     backlog = facts.backlog
     assert isinstance(backlog, UnreadRecords)
     if backlog.dead_letters:
-        message = f"{backlog.dead_letters} records could not be processed since then"
+        message = f"{backlog.dead_letters} records could not be processed since --since"
         yield finding("dead letters", "dead-letters", DEAD_LETTERS, message)
 
 
