@@ -28,7 +28,7 @@ from kvlane.app.commands import (
     usage_command,
     worker_commands,
 )
-from kvlane.app.commands.console import escape_lines
+from kvlane.app.commands.console import JsonOption, escape_lines, show_result
 from kvlane.app.commands.fleet import doctor_command, fleet_commands
 from kvlane.app.commands.rehearsal import rehearse_command
 from kvlane.app.commands.simulation import simulate_command, size_command
@@ -137,14 +137,21 @@ def settings(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print names, defaults and meanings as Markdown.")
     ] = False,
+    json: JsonOption = None,
 ) -> None:
-    """Show every setting: its variable, value, default and meaning. Secrets are masked."""
-    from kvlane.app.commands.settings_table import print_settings, settings_markdown
+    """Show every setting: its variable, value, default and meaning. Secrets are masked.
+
+    Example: `kvlane settings --json - | jq '.settings[] | select(.is_set)'`
+    """
+    from kvlane.app.commands import settings_table
+    from kvlane.app.settings import Settings
 
     if markdown:
-        typer.echo(settings_markdown(), nl=False)
-    else:
-        print_settings()
+        typer.echo(settings_table.settings_markdown(), nl=False)
+        return
+    rows = settings_table.settings_rows(Settings())
+    found = {"settings": [row._asdict() for row in rows]}
+    show_result(json, found, lambda: settings_table.print_settings(rows))
 
 
 def _is_for_people(error: Exception) -> bool:

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from kvlane.app.audit.waits import RouterReports
     from kvlane.app.traces.capture_format import AnyCaptureLine, CaptureTotals
 
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write the result to this file as well.")
-]
-
 
 def replay(
     *,
@@ -46,7 +42,7 @@ def replay(
             "ledger/3:1200,ledger/4:980.",
         ),
     ] = "",
-    json: JsonOption = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Rebuild a materialized view of the routers from the log alone.
 
@@ -62,8 +58,7 @@ def replay(
     - `kvlane replay --view load --at ledger/3:1200 --json load.json`: lane 3 before offset 1200
     """
     result = asyncio.run(_replay(view, at))
-    _show_replayed(result)
-    screen.write_json(json, result)
+    screen.show_result(json, result, lambda: _show_replayed(result))
 
 
 def verify_decisions(
@@ -71,7 +66,7 @@ def verify_decisions(
         str, typer.Argument(metavar="FILE|PERIOD", help="A capture, or a period: -1h, -1h..-5m.")
     ],
     *,
-    json: JsonOption = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Recompute routing decisions from their own records, and compare to the last bit.
 
@@ -93,10 +88,12 @@ def verify_decisions(
         found.add_line(line)
         errors.add_line(line)
 
+    def show() -> None:
+        _show_recomputed(found)
+        show_errors(errors, screen.make_console())
+
     read_lines(source, take)
-    _show_recomputed(found)
-    show_errors(errors, screen.make_console())
-    screen.write_json(json, found)
+    screen.show_result(json, found, show)
     if found.differ:
         raise typer.Exit(1)
 
@@ -110,7 +107,7 @@ def explain(
     inputs: Annotated[
         bool, typer.Option("--inputs", help="Show all inputs of every candidate's cost.")
     ] = False,
-    json: JsonOption = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Show why a request went to its worker, or why it waits, and its timeline.
 
@@ -135,14 +132,19 @@ def explain(
         raise typer.BadParameter("give either the id of a request, or --waiting")
     if waiting:
         reports = asyncio.run(_waiting())
-        screen.write_json(json, reports.waits)
-        explain_view.show_waits(reports, screen.make_console())
+        screen.show_result(
+            json, reports.waits, lambda: explain_view.show_waits(reports, screen.make_console())
+        )
         return
     timeline, wait = asyncio.run(_explain(request_id))
-    if json is not None and timeline.steps:
-        screen.write_json(json, timeline_json(timeline, wait))
-    if not explain_view.show_timeline(timeline, screen.make_console(), inputs=inputs, wait=wait):
-        raise typer.Exit(1)
+    explain_view.check_found(timeline)
+    screen.show_result(
+        json,
+        timeline_json(timeline, wait),
+        lambda: explain_view.show_timeline(
+            timeline, screen.make_console(), inputs=inputs, wait=wait
+        ),
+    )
 
 
 async def _replay(view: Any, at: str) -> RebuiltView:

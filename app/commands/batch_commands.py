@@ -16,7 +16,14 @@ import typer
 from rich.console import Console
 
 from kvlane.app.audit.time_range import format_time
-from kvlane.app.commands.console import escape_text, make_console, plain_table, progress_bar
+from kvlane.app.commands.console import (
+    JsonOption,
+    escape_text,
+    make_console,
+    plain_table,
+    progress_bar,
+    show_result,
+)
 from kvlane.app.operator_error import OperatorError, install_hint
 from kvlane.streams.record_types.batch_records import ENDED
 
@@ -85,16 +92,19 @@ def list_batches(
     limit: Annotated[int, typer.Option(min=1, max=100, help="How many, the newest first.")] = 20,
     url: _Url = "",
     api_key: _ApiKey = "",
+    json: JsonOption = None,
 ) -> None:
     """Show the newest batches."""
     table = plain_table("id", "status", "lines", "completed", "failed", "created (UTC)")
     with _client(url, api_key) as client:
-        for batch in client.batches.list(limit=limit).data:
-            counts = batch.request_counts
-            numbers = (counts.total, counts.completed, counts.failed) if counts else (0, 0, 0)
-            created = format_time(batch.created_at * 1000)[:19]
-            table.add_row(batch.id, batch.status, *map(str, numbers), created)
-    make_console().print(table)
+        batches = client.batches.list(limit=limit).data
+    for batch in batches:
+        counts = batch.request_counts
+        numbers = (counts.total, counts.completed, counts.failed) if counts else (0, 0, 0)
+        created = format_time(batch.created_at * 1000)[:19]
+        table.add_row(batch.id, batch.status, *map(str, numbers), created)
+    rows = [batch.model_dump(mode="json", exclude_unset=True) for batch in batches]
+    show_result(json, {"batches": rows}, lambda: make_console().print(table))
 
 
 @app.command()

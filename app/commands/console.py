@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from unicodedata import category
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLE_WIDTH = 160
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the result as JSON to this file, or to stdout (-)."),
+]
 
 
 def make_console() -> Console:
@@ -64,8 +70,15 @@ def reading_progress() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def show_result(json: Path | None, value: Any, show: Callable[[], object]) -> None:
+    """Write a value where option --json says, and `show` it, unless it goes to standard output."""
+    if str(json) != "-":
+        show()
+    write_json(json, value)
+
+
 def write_json(file: Path | None, value: Any) -> None:
-    """Write a value to the file of option --json, where it is given; `-`: standard output."""
+    """Write a value to the file of option --json, where it is given."""
     if file is None:
         return
     text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -38,9 +37,7 @@ def list_letters(
     topic: Annotated[str, typer.Option(help="Only dead letters from this topic.")] = "",
     reason: Annotated[str, typer.Option(help="Only those whose reason contains this text.")] = "",
     limit: Annotated[int, typer.Option(help="Show the newest N.", min=1)] = 50,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file as well.")
-    ] = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Show dead letters: origin, time, and reason. Reads only.
 
@@ -51,6 +48,11 @@ def list_letters(
     - `kvlane dead-letters list --topic requests --reason "does not belong"`
     """
     found, count = asyncio.run(_list(topic, reason, limit))
+    rows = [letter._replace(value=None)._asdict() for letter in found]
+    screen.show_result(json, rows, lambda: _show_list(found, count))
+
+
+def _show_list(found: Sequence[DeadLetter], count: int) -> None:
     table = screen.plain_table(
         "id", "time (UTC)", "from", "key", "type", "bytes", "tries", "reason", right="bytes tries"
     )
@@ -66,7 +68,6 @@ def list_letters(
         console.print(table)
     shown = f", showing the newest {len(found)}" if count > len(found) else ""
     console.print(f"{count} dead letters{shown}", style="dim")
-    screen.write_json(json, [letter._replace(value=None)._asdict() for letter in found])
 
 
 @app.command()

@@ -16,7 +16,8 @@ from kvlane.app.audit.time_range import format_time
 from kvlane.app.audit.timeline import PROMPT_STEP, ExplainedDecision, RequestTimeline, TimelineStep
 from kvlane.app.audit.unknown_ids import explain_unknown
 from kvlane.app.audit.waits import REPORTED_AFTER_S, RouterReports
-from kvlane.app.commands.console import escape_text, format_value, plain_table
+from kvlane.app.commands.console import escape_control, escape_text, format_value, plain_table
+from kvlane.app.operator_error import OperatorError
 from kvlane.streams.records import Assigned, Cancel, Refused
 from kvlane.streams.request import Request
 from kvlane.streams.topics import HOUR_MS, REGISTRY, REQUESTS, TOPICS_BY_NAME
@@ -36,16 +37,21 @@ _UNREAD = (
 )
 
 
-def show_timeline(
-    timeline: RequestTimeline, console: Console, *, inputs: bool = False, wait: str = ""
-) -> bool:
-    """Print a timeline, and why the request waits; False when the log has nothing about it."""
+class NothingFound(OperatorError):
+    """The log has no record of a request."""
+
+
+def check_found(timeline: RequestTimeline) -> None:
+    """Raises NothingFound."""
     if not timeline.steps:
         why = explain_unknown(timeline.request_id, timeline.now_ms)
-        console.print(
-            f"[red]nothing found about[/] {escape_text(timeline.request_id)}: {escape_text(why)}"
-        )
-        return False
+        raise NothingFound(f"nothing found about {escape_control(timeline.request_id)}: {why}")
+
+
+def show_timeline(
+    timeline: RequestTimeline, console: Console, *, inputs: bool = False, wait: str = ""
+) -> None:
+    """Print a timeline with records, and why the request waits."""
     began_ms = timeline.steps[0].at_ms
     request = next((s for s in timeline.steps if s.name == Request.__name__), None)
     about = "" if request is None else f": {request.fields.get('prompt_tokens', 0)} prompt tokens"
@@ -67,7 +73,6 @@ def show_timeline(
         _show_step(step, step.at_ms - began_ms, console, inputs=inputs)
     ending = timeline.ending or "not ended yet, or its end is no longer retained"
     console.print(f"\n[bold]ended:[/] {escape_text(ending)}")
-    return True
 
 
 def show_waits(reports: RouterReports, console: Console) -> None:

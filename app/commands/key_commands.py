@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +11,8 @@ import typer
 from rich.console import Console
 
 from kvlane.app.access import key_file
-from kvlane.app.access.key_file import KeyFile, KeyFileError, KeyRole
-from kvlane.app.commands.console import plain_table
+from kvlane.app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
+from kvlane.app.commands import console as screen
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
 
@@ -50,25 +51,41 @@ def create(
 
 
 @app.command("list")
-def list_keys(*, file: _File = None) -> None:
-    """Show all keys, and the limits of their tenants."""
+def list_keys(*, file: _File = None, json: screen.JsonOption = None) -> None:
+    """Show all keys, and the limits of their tenants.
+
+    Example: `kvlane keys list --json - | jq -r '.keys[] | select(.state == "valid") | .id'`
+    """
     content = key_file.read_key_file(_path(file))
-    keys = plain_table("id", "tenant", "role", "state", "expires", "note")
     now_s = datetime.now(UTC).timestamp()
-    for key in content.keys:
-        expires = "" if key.expires is None else key.expires.isoformat(" ", "minutes")
-        keys.add_row(key.id, key.tenant, key.role, key.status(now_s), expires, key.note)
-    tenants = plain_table("tenant", "class", "cache", "limits")
-    rows = [(name, content.terms(name)) for name in content.tenant_names]
-    for name, terms in [*rows, ("(defaults)", content.defaults)]:
+    keys = [
+        {
+            "id": key.id, "tenant": key.tenant, "role": key.role, "state": key.status(now_s),
+            "expires": "" if key.expires is None else key.expires.isoformat(" ", "minutes"),
+            "note": key.note,
+        }
+        for key in content.keys
+    ]  # fmt: skip
+    tenants = {name: content.terms(name) for name in content.tenant_names}
+    found = {"keys": keys, "tenants": tenants, "defaults": content.defaults}
+    shown = {**tenants, "(defaults)": content.defaults}
+    screen.show_result(json, found, lambda: _show(keys, shown))
+
+
+def _show(keys: Sequence[Mapping[str, str]], tenants: Mapping[str, Tenant]) -> None:
+    shown_keys = screen.plain_table("id", "tenant", "role", "state", "expires", "note")
+    for key in keys:
+        shown_keys.add_row(*key.values())
+    shown = screen.plain_table("tenant", "class", "cache", "limits")
+    for name, terms in tenants.items():
         limits = ((limit, getattr(terms, limit)) for limit in key_file.LIMITS)
         text = ", ".join(f"{limit} {most}" for limit, most in limits if most is not None)
         cache = "shared" if terms.share_cache else "own"
-        tenants.add_row(name, terms.queue_class or "by name", cache, text or "none")
+        shown.add_row(name, terms.queue_class or "by name", cache, text or "none")
     console = Console(highlight=False, markup=False)
-    console.print(keys)
+    console.print(shown_keys)
     console.print()
-    console.print(tenants)
+    console.print(shown)
 
 
 @app.command()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlane.app.commands.console import escape_control
-from kvlane.app.commands.fleet.fleet_commands import WINDOW, RowsOption, SinceOption, show_models
+from kvlane.app.commands.console import JsonOption, escape_control
+from kvlane.app.commands.fleet.fleet_commands import WINDOW, SinceOption, show_models
 from kvlane.app.commands.worker_commands import append_order, connected_fleet, end_order
 from kvlane.app.operator_error import OperatorError
 
@@ -35,8 +35,8 @@ class BadAlias(OperatorError):
 
 
 @app.callback(invoke_without_command=True)
-def models(context: typer.Context, *, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
-    """Show the models: workers, open requests, tokenizer and version; and their aliases.
+def models(context: typer.Context, *, since: SinceOption = WINDOW, json: JsonOption = None) -> None:
+    """Show the models; let several of them serve under one name.
 
     The subcommands let one or more models serve under another name, in shares, while they run:
     for a new version beside the old one, a canary, and a rollback.

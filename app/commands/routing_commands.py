@@ -17,7 +17,7 @@ from rich.text import Text
 
 from kvlane.app.commands import console as screen
 from kvlane.app.commands import kafka_client
-from kvlane.app.commands.fleet.fleet_commands import WINDOW, RowsOption, SinceOption
+from kvlane.app.commands.fleet.fleet_commands import WINDOW, SinceOption
 from kvlane.app.commands.worker_commands import (
     POLL_S,
     append_order,
@@ -66,8 +66,8 @@ class BadRouting(OperatorError):
 
 
 @app.callback(invoke_without_command=True)
-def routing(context: typer.Context, *, json: RowsOption = None) -> None:
-    """Show how each router routes: its own settings, and those of an order.
+def routing(context: typer.Context, *, json: screen.JsonOption = None) -> None:
+    """Show how the routers route, by their own settings or by an order; change it while they run.
 
     Examples:
 
@@ -83,7 +83,7 @@ def routing(context: typer.Context, *, json: RowsOption = None) -> None:
 def set_settings(
     settings: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help="The settings.")],
     *,
-    json: RowsOption = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Let all routers route by these settings, instead of their own, from now on.
 
@@ -105,7 +105,7 @@ def shadow(
     settings: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help="The settings.")],
     *,
     since: SinceOption = WINDOW,
-    json: RowsOption = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Show where requests would have gone by other settings of routing; nothing is changed.
 
@@ -127,7 +127,7 @@ def shadow(
 
 
 @app.command()
-def reset(*, json: RowsOption = None) -> None:
+def reset(*, json: screen.JsonOption = None) -> None:
     """End the order: all routers route by their own settings again.
 
     Exit code 1 if a router does not after 5 seconds; the order has ended.
@@ -247,7 +247,7 @@ async def _shadow(texts: list[str], since: str, json: Path | None) -> None:
                     reader.check()
                     return _shadow_view(found.rows, other.policy, texts)
 
-                if json is None or str(json) != "-":
+                if str(json) != "-":
                     await show_live(screen.make_console(), frame)
                 screen.write_json(json, {"settings": given, "rows": found.rows})
 
@@ -279,15 +279,14 @@ def _show_all(
 
 
 def _show(json: Path | None, placed: PlacedOrder | None, rows: list[RoutingRow]) -> None:
-    if json is None or str(json) != "-":
-        screen.make_console().print(_view(placed, rows))
     order: dict[str, Any] | None = None
     if placed is not None:
         order = {
             "offset": placed.offset, "at_ms": placed.at_ms, "settings": placed.order.settings,
             "format": placed.order.format,
         }  # fmt: skip
-    screen.write_json(json, {"order": order, "routers": rows})
+    found = {"order": order, "routers": rows}
+    screen.show_result(json, found, lambda: screen.make_console().print(_view(placed, rows)))
 
 
 def _view(placed: PlacedOrder | None, rows: list[RoutingRow]) -> RenderableType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pydantic import BaseModel, SecretStr
@@ -95,14 +96,13 @@ def _area_table(title: str, area: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def print_settings() -> None:
-    """Show every setting: its variable, value, default and meaning. Secrets are masked. Raises
-    SettingsError when the environment holds settings that cannot work."""
+def print_settings(rows: Sequence[SettingRow]) -> None:
+    """Show settings, and the variables of the environment that are none."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("variable", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=24)
     table.add_column("meaning")
-    for row in settings_rows(Settings()):
+    for row in rows:
         default = f" [dim](default: {escape(row.default) or 'empty'})[/]" if row.is_set else ""
         style = "bold" if row.is_set else ""
         table.add_row(row.name, escape(row.value), escape(row.description) + default, style=style)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvlane.app.commands import console as screen
 from kvlane.app.commands import kafka_client
-from kvlane.app.commands.console import plain_table
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.topics import AclRule, required_acls
 
@@ -22,20 +23,21 @@ app = typer.Typer(no_args_is_help=True, help="Create and check the topics of a d
 
 
 @app.command()
-def create() -> None:
+def create(*, json: screen.JsonOption = None) -> None:
     """Create missing topics. Existing topics are not changed; safe to repeat.
 
     KVLANE_LANES, KVLANE_REPLICATION_FACTOR and KVLANE_MIN_INSYNC_REPLICAS configure new topics.
     """
-    if not asyncio.run(_topics(creating=True)):
-        raise typer.Exit(1)
+    _show_topics(json, creating=True)
 
 
 @app.command()
-def describe() -> None:
-    """Show every topic and its differences from the expected state. Exit code 1 if any."""
-    if not asyncio.run(_topics(creating=False)):
-        raise typer.Exit(1)
+def describe(*, json: screen.JsonOption = None) -> None:
+    """Show every topic and its differences from the expected state. Exit code 1 if any.
+
+    Example: `kvlane topics describe --json - | jq '.topics[] | select(.exists | not) | .name'`
+    """
+    _show_topics(json, creating=False)
 
 
 @app.command()
@@ -94,20 +96,31 @@ async def _skip(topic: str, partition: int, offset: int) -> int:
         return (await write_skip(log, SystemClock(), source, offset)).offset
 
 
-async def _topics(*, creating: bool) -> bool:
+def _show_topics(json: Path | None, *, creating: bool) -> None:
+    from kvlane.app.settings import Settings
+
+    states, prefix = asyncio.run(_topics(creating=creating)), Settings().topic_prefix
+    rows = [state._asdict() for state in states]
+    shown = Console()
+    screen.show_result(
+        json, {"topics": rows}, lambda: shown.print(_table(states, prefix), highlight=False)
+    )
+    if not all(state.is_as_expected for state in states):
+        raise typer.Exit(1)
+
+
+async def _topics(*, creating: bool) -> Sequence[TopicState]:
     from kvlane.app.settings import Settings, settings_for_writing
     from kvlane.streams.kafka import provision
 
     settings = settings_for_writing() if creating else Settings()
     work = provision.create_topics if creating else provision.describe_topics
     async with kafka_client.connect_kafka(settings, "kvlane-topics") as log:
-        states = await work(log, **settings.topic_options())
-    Console().print(_table(states, settings.topic_prefix), highlight=False)
-    return all(state.is_as_expected for state in states)
+        return await work(log, **settings.topic_options())
 
 
 def _table(states: Sequence[TopicState], prefix: str) -> Table:
-    table = plain_table("topic", "partitions", "state")
+    table = screen.plain_table("topic", "partitions", "state")
     for state in states:
         wrong = [f"{k} is {v}, should be {w}" for k, (v, w) in state.differing_configs.items()]
         if not state.exists:

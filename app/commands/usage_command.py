@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import sys
-from enum import StrEnum
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +13,6 @@ import typer
 
 from kvlane.app.commands import console as screen
 from kvlane.app.commands import kafka_client
-
-
-class UsageFormat(StrEnum):
-    TABLE = "table"
-    CSV = "csv"
-    JSON = "json"
 
 
 def usage(
@@ -33,9 +27,11 @@ def usage(
     budgets: Annotated[
         bool, typer.Option("--budgets", help="Show budgets of tenants: used and left until now.")
     ] = False,
-    form: Annotated[
-        UsageFormat, typer.Option("--format", help="Form of the output.")
-    ] = UsageFormat.TABLE,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", help="Write the rows as CSV to this file, or stdout (-)."),
+    ] = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Show the usage of a period: requests and tokens, by tenant, model and other fields.
 
@@ -44,7 +40,7 @@ def usage(
 
     Examples:
 
-    - `kvlane usage --by tenant --since 2026-11-01 --until 2026-12-01 --format csv`
+    - `kvlane usage --by tenant --since 2026-11-01 --until 2026-12-01 --csv -`
 
     - `kvlane usage --by tenant,model,key --since -12h`
 
@@ -81,38 +77,45 @@ def usage(
         ]
 
     rows = asyncio.run(run())
-    if budgets:
-        _show({"budgets": rows}, list(usage_report.BUDGET_FIELDS), 2, form)
-        return
-    counts = list(usage_report.UsageSum.__struct_fields__)
-    if form is UsageFormat.TABLE:
-        counts = [name for name in counts if any(row[name] for row in rows)] or ["requests"]
     if kept_from_ms is not None:
         words = f"usage before {format_time(kept_from_ms)} UTC is no longer kept: sums are too low"
         typer.echo(words, err=True)
-    times = {"from_ms": period.from_ms, "to_ms": period.to_ms, "kept_from_ms": kept_from_ms}
-    found = {**times, "usage": rows}
-    _show(found, [*groups, *counts], len(groups), form)
-
-
-def _show(found: dict[str, Any], fields: list[str], texts: int, form: UsageFormat) -> None:
-    """Show the rows that `found` ends with; the first `texts` of their fields are texts."""
-    rows = list(found.values())[-1]
-    if form is UsageFormat.JSON:
-        screen.write_json(Path("-"), found)
-    elif form is UsageFormat.CSV:
-        writer = csv.DictWriter(sys.stdout, fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    found: dict[str, Any] = {"budgets": rows}
+    if budgets:
+        shown = fields = list(usage_report.BUDGET_FIELDS)
+        texts = 2
     else:
-        from kvlane.app.audit.time_range import format_time
+        counts, texts = list(usage_report.UsageSum.__struct_fields__), len(groups)
+        used = [name for name in counts if any(row[name] for row in rows)] or ["requests"]
+        fields, shown = [*groups, *counts], [*groups, *used]
+        times = {"from_ms": period.from_ms, "to_ms": period.to_ms, "kept_from_ms": kept_from_ms}
+        found = {**times, "usage": rows}
+    if csv_file is not None:
+        with nullcontext(sys.stdout) if str(csv_file) == "-" else csv_file.open("w") as out:
+            writer = csv.DictWriter(out, fields, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    if str(csv_file) == "-":
+        screen.write_json(json, found)
+    else:
+        screen.show_result(json, found, lambda: _show(rows, shown, texts))
 
-        headers = [each.removesuffix("_tokens").removesuffix("_ms") for each in fields]
-        table = screen.plain_table(*headers, right=" ".join(headers[texts:]))
-        for row in rows:
-            cells = [screen.escape_text(row[each]) or "-" for each in fields[:texts]]
-            for each in fields[texts:]:
-                is_time = each == "begins_anew_ms"
-                cells.append(format_time(row[each])[:16] if is_time else str(row[each]))
-            table.add_row(*cells)
-        screen.make_console().print(table)
+
+def _show(rows: list[dict[str, Any]], fields: list[str], texts: int) -> None:
+    """Show rows as a table; the first `texts` of the fields are texts."""
+    from kvlane.app.audit.time_range import format_time
+
+    words = {"begins_anew_ms": "begins anew (UTC)"}
+    headers = [
+        words.get(each) or each.removesuffix("_tokens").replace("_ms", " ms") for each in fields
+    ]
+    table = screen.plain_table(*headers)
+    for column in table.columns[texts:]:
+        column.justify = "right"
+    for row in rows:
+        cells = [screen.escape_text(row[each]) or "-" for each in fields[:texts]]
+        for each in fields[texts:]:
+            is_time = each == "begins_anew_ms"
+            cells.append(format_time(row[each])[:16] if is_time else str(row[each]))
+        table.add_row(*cells)
+    screen.make_console().print(table)

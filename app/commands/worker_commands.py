@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from kvlane.app.commands import kafka_client
-from kvlane.app.commands.console import escape_control, progress_bar
-from kvlane.app.commands.fleet.fleet_commands import WINDOW, RowsOption, SinceOption, show_workers
+from kvlane.app.commands.console import JsonOption, escape_control, progress_bar
+from kvlane.app.commands.fleet.fleet_commands import WINDOW, SinceOption, show_workers
 from kvlane.app.operator_error import OperatorError
 from kvlane.streams.clock import Clock, SystemClock
 
@@ -45,7 +45,7 @@ class WorkerBusy(OperatorError):
 
 @app.callback(invoke_without_command=True)
 def workers(
-    context: typer.Context, *, since: SinceOption = WINDOW, json: RowsOption = None
+    context: typer.Context, *, since: SinceOption = WINDOW, json: JsonOption = None
 ) -> None:
     """Show the workers: state, load, cache, and how right the predictions about them are.
 

@@ -412,20 +412,20 @@ def test_request_without_a_decision_waits_where_its_router_is(memory: MemoryBrok
 def test_unknown_id_error_lists_possible_reasons(memory: MemoryBroker) -> None:
     shown = kvlane("explain", "job-18")
     assert shown.exit_code == 1
-    assert "nothing found about job-18" in shown.stdout
-    assert "Is the id complete" in shown.stdout
+    assert "nothing found about job-18" in shown.stderr
+    assert "Is the id complete" in shown.stderr
 
 
 def test_id_older_than_the_ledger_is_reported_as_too_old(memory: MemoryBroker) -> None:
     shown = kvlane("explain", "018bcfe5-6800-7c02-9d41-0123456789ab")
     assert shown.exit_code == 1
-    assert "issued at 2023-11-14 22:13:20.000 UTC, and records older than 24 h are" in shown.stdout
+    assert "issued at 2023-11-14 22:13:20.000 UTC, and records older than 24 h are" in shown.stderr
 
 
 def test_recent_id_that_is_not_in_the_log_is_reported_as_wrong(memory: MemoryBroker) -> None:
     shown = kvlane("explain", new_request_id(SystemClock(), random.Random(1)))
     assert shown.exit_code == 1
-    assert "Is the id right" in shown.stdout
+    assert "Is the id right" in shown.stderr
 
 
 def test_request_queued_long_before_its_decision_is_found(memory: MemoryBroker) -> None:

@@ -362,3 +362,22 @@ def test_simulate_names_unplayable_requests(tmp_path: Path) -> None:
     small = kvlane("simulate", "--blocks", "4")
     assert small.exit_code == 1
     assert "fits no worker" in small.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "settings", "size", "keys list", "dead-letters list", "replay --view load", "usage",
+        "usage --budgets", "explain job-1", "explain --waiting", "verify-decisions -1h",
+        "simulate --trace gen:short-prompts --requests 5 --policy random --workers 2",
+    ],
+)  # fmt: skip
+def test_json_on_standard_output_comes_alone(
+    words: str, memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVLANE_API_KEYS_FILE", str(tmp_path / "keys.json"))
+    assert kvlane("keys", "create", "--tenant", "acme").exit_code == 0
+    answer(memory, "job-1", "a")
+    shown = kvlane(*words.split(), "--json", "-")
+    assert shown.exit_code == 0, shown.output
+    json.loads(shown.stdout)

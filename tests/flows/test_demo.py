@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -170,6 +171,7 @@ def test_up_serves_publish_follow_and_cancel_with_prefill_and_decode_workers(
         command("cancel", "long")
         command("follow", "long", code=1)
         assert "as it should be" in command("topics", "describe")
+        assert json.loads(command("topics", "describe", "--json", "-"))["topics"]
         deployment.send_signal(signal.SIGTERM)
         assert deployment.wait(60) == 0
     assert running_with(topic_prefix) == []

@@ -73,7 +73,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
 
 def test_usage_names_the_time_before_which_none_is_kept(memory: MemoryBroker) -> None:
     def usage(*arguments: str) -> tuple[dict[str, object], str]:
-        shown = CliRunner().invoke(app, ["usage", "--format", "json", *arguments])
+        shown = CliRunner().invoke(app, ["usage", "--json", "-", *arguments])
         return json.loads(shown.stdout), shown.stderr
 
     whole, words = usage()

@@ -79,7 +79,7 @@ class Parts:
 
 
 async def usage(by: str) -> list[dict[str, Any]]:
-    found = await kvlane("usage", "--by", by, "--format", "json", "--since", "-1h")
+    found = await kvlane("usage", "--by", by, "--json", "-", "--since", "-1h")
     rows: list[dict[str, Any]] = json.loads(found)["usage"]
     return rows
 

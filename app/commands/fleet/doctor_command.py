@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,10 +42,7 @@ def doctor(
     since: Annotated[
         str, typer.Option(metavar="TIME", help="Read records from then on, as of `status`.")
     ] = "-1m",
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the findings as JSON to this file, or to stdout (-)."),
-    ] = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Check a deployment, and print each fault with what to do. Takes ten seconds at most.
 
@@ -82,11 +78,14 @@ def doctor(
     reader = FactReader(settings, SystemClock(), since)
     findings = diagnose(asyncio.run(_read(reader, roles, url or [], api_key)))
     counts = Counter[str](finding.severity for finding in findings)
-    if json is None or str(json) != "-":
+    took_s = time.monotonic() - began_s
+
+    def show() -> None:
         screen.make_console().print(_view(findings))
         words = [f"{counts[name]} {name}" for name in _STYLES]
-        typer.echo(f"\n{', '.join(words)}; {time.monotonic() - began_s:.1f} s")
-    screen.write_json(json, {"counts": counts, "findings": findings})
+        typer.echo(f"\n{', '.join(words)}; {took_s:.1f} s")
+
+    screen.show_result(json, {"counts": counts, "findings": findings}, show)
     if counts["fault"] or counts["warning"]:
         raise typer.Exit(FAULT_CODE if counts["fault"] else WARNING_CODE)
 

@@ -31,10 +31,6 @@ SinceOption = Annotated[
         metavar="TIME", help="Read records from then on: -30s, -5m, at most -1h, or a time."
     ),
 ]
-RowsOption = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write the rows as JSON to this file, or to standard output (-)."),
-]
 WINDOW = "-5m"
 TOP_ROWS = 10
 """Workers, and requests, that `kvlane top` shows: the topics have to fit below."""
@@ -91,7 +87,7 @@ def requests(
     model: Annotated[str, typer.Option(help="Only of this model.")] = "",
     tenant: Annotated[str, typer.Option(help="Only of this tenant.")] = "",
     since: SinceOption = WINDOW,
-    json: RowsOption = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Show the open requests, the oldest first; or those that have ended since a time.
 
@@ -129,7 +125,7 @@ def requests(
     _show(json, found, lambda: ended_view(rows, left_out) if slow or failed else open_table(rows))
 
 
-def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
+def queue(*, since: SinceOption = WINDOW, json: screen.JsonOption = None) -> None:
     """Show the queues: requests by lane and class, prompts, batch prompts, open batch jobs.
 
     `unread`: records of the lane that its router has not read; `lag` of `prompts` and `batch`:
@@ -163,7 +159,7 @@ def queue(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
     _show(json, found, lambda: queue_view(*parts))
 
 
-def status(*, since: SinceOption = WINDOW, json: RowsOption = None) -> None:
+def status(*, since: SinceOption = WINDOW, json: screen.JsonOption = None) -> None:
     """Show alarms, workers, models, open requests and topics.
 
     Exit code 1 with an alarm; 3 if the status is unknown, as without a broker; 2 for wrong options.
@@ -265,6 +261,4 @@ def _read(since: str, read: Callable[[_Fleet], Awaitable[T]], *, samples: bool =
 
 
 def _show(json: Path | None, found: Any, view: Callable[[], RenderableType]) -> None:
-    if json is None or str(json) != "-":
-        screen.make_console().print(view())
-    screen.write_json(json, found)
+    screen.show_result(json, found, lambda: screen.make_console().print(view()))

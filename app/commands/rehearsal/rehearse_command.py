@@ -51,9 +51,7 @@ def rehearse(
     html: Annotated[
         Path | None, typer.Option(help="Write a page with diagrams to this file: .html.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file; - is stdout.")
-    ] = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Run requests of the log again at another model, and compare the answers.
 
@@ -115,9 +113,7 @@ def rehearse(
             raise
         error = e
     report, pairs = begun[0].report(), begun[0].pairs
-    if str(json) != "-":
-        show_report(report, screen.make_console())
-    screen.write_json(json, report)
+    screen.show_result(json, report, lambda: show_report(report, screen.make_console()))
     if html is not None:
         write_page(report, pairs, html)
     if isinstance(error, KeyboardInterrupt):

@@ -140,9 +140,7 @@ def simulate(
     plot: Annotated[
         Path | None, typer.Option(help="Plot the result to this file: .png, .svg, .pdf, .html.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file as well.")
-    ] = None,
+    json: screen.JsonOption = None,
 ) -> None:
     """Replay a trace on simulated workers, with the product's own routing and simulated engine.
 
@@ -165,8 +163,8 @@ def simulate(
     """
     from kvlane.app.commands.simulation.simulation_report import (
         plot_policies,
+        rows_report,
         show_counterfactuals,
-        write_rows,
     )
     from kvlane.app.perf_curves import PROFILES, curves_from
     from kvlane.app.simulation.simulated_router import NetworkConditions
@@ -220,16 +218,14 @@ def simulate(
         curves=curves, prefill_workers=prefill_workers, objective=objective,
         queue_order=queue_order,
     )  # fmt: skip
-    console = screen.make_console()
     rows = []
-    with screen.progress_bar(console) as progress:
+    with screen.progress_bar(Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(policies) * seeds * len(played.rows))
         for each, seed in product(policies, range(seeds)):
             progress.update(bar, description=each)
             run = like._replace(policy=each, seed=seed)
             rows.append(result_row(*run_timed(played, run, lambda n: progress.advance(bar, n))))
-    _show(console, rows)
-    write_rows(rows, json)
+    screen.show_result(json, rows_report(rows), lambda: _show(screen.make_console(), rows))
     if plot is not None:
         name = Path(trace).name if trace else BUNDLED_TRACE.name
         plot_policies(rows, name, datetime.now(UTC).date(), plot)
@@ -279,7 +275,7 @@ BATCH_REQUESTS = 20_000
 
 
 def _show_mix(rows: list[TraceRow], batch: str, run: MixedRun, json: Path | None) -> None:
-    from kvlane.app.commands.simulation.simulation_report import rows_table, write_rows
+    from kvlane.app.commands.simulation.simulation_report import rows_report, rows_table
     from kvlane.app.simulation.batch_work import MODES
     from kvlane.app.simulation.mixed_runs import Mix, mixed_row
     from kvlane.indexer.precompile import compile_all
@@ -287,14 +283,14 @@ def _show_mix(rows: list[TraceRow], batch: str, run: MixedRun, json: Path | None
     is_generated = batch.startswith("gen:")
     batch_rows = _rows(batch, BATCH_REQUESTS if is_generated else None, None, None)
     compile_all()
-    console = screen.make_console()
-    with screen.progress_bar(console) as progress:
+    with screen.progress_bar(Console(stderr=True)) as progress:
         bar = progress.add_task("", total=(1 + len(MODES)) * len(rows))
         mix = Mix(rows, batch_rows, run)
         found = mix.compare(MODES, lambda n: progress.advance(bar, n))
     compared = [mixed_row(each) for each in found]
-    console.print(rows_table(compared), highlight=False)
-    write_rows(compared, json)
+    screen.show_result(
+        json, rows_report(compared), lambda: screen.make_console().print(rows_table(compared))
+    )
 
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf", ".html")

@@ -12,11 +12,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from kvlane.app.commands import audit_commands
 from kvlane.app.commands import console as screen
-from kvlane.app.commands.console import write_json
 from kvlane.app.simulation.counterfactual import (
     CapturedPeriod,
     CaptureReader,
@@ -121,10 +121,10 @@ def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def write_rows(rows: Sequence[Mapping[str, Any]], file: Path | None) -> None:
-    """Write rows as JSON, in the form of a report of a benchmark without thresholds."""
+def rows_report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON of rows: a report of a benchmark without thresholds."""
     report = {"bench": "simulate", "rows": rows, "thresholds": [], "machine": machine_info()}
-    write_json(file, {**report, "lines": []})
+    return {**report, "lines": []}
 
 
 def _shown(value: object) -> str:
@@ -161,9 +161,9 @@ def show_counterfactuals(
     audit_commands.read_lines(source, reading.add_line)
     period = reading.build_period()
     compile_all()
-    console, count = screen.make_console(), len(period.requests)
+    count = len(period.requests)
     rows: list[dict[str, Any]] = [_row(RECORDED_ROW, None, recorded_metrics(period), None)]
-    with screen.progress_bar(console, transient=True) as progress:
+    with screen.progress_bar(Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(REPLAYED_ROW, total=(1 + len(policies) * seeds) * count)
         taken = simulate_recorded(period, conditions, lambda n: progress.advance(bar, n))
         rows.append(_row(REPLAYED_ROW, None, metrics_of(taken), None))
@@ -173,9 +173,9 @@ def show_counterfactuals(
                 period, policy, seed, conditions, lambda n: progress.advance(bar, n)
             )
             rows.append(_row(policy, seed, metrics_of(requests), policy_regret(taken, requests)))
-    _print(period, rows)
     report = {"model": period.model, "workers": period.workers, "rows": rows}
-    write_json(json, report | {"left_out": dict(period.left_out)})
+    report["left_out"] = dict(period.left_out)
+    screen.show_result(json, report, lambda: _print(period, rows))
 
 
 def _row(

@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from kvlane.app.commands.console import JsonOption, show_result
 from kvlane.app.operator_error import OperatorError
 from kvlane.streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
 
@@ -190,6 +191,7 @@ def size(
     broker: Annotated[
         float, typer.Option(min=0.1, help="Megabytes that one broker may write in a second.")
     ] = 50,
+    json: JsonOption = None,
 ) -> None:
     """Size a fleet: deployments, and routers, gateways, lanes and brokers of each.
 
@@ -199,8 +201,14 @@ def size(
     load = FleetLoad(
         _rate(requests), workers, _rate(tokens), prompt, step, replication, use, broker * 1e6
     )
-    for name, count, arithmetic in explain(load):
-        first, *rest = textwrap.wrap(arithmetic, WIDTH - _NAME - _COUNT)
-        typer.echo(f"{name:{_NAME}}{count:>{_COUNT - 2}}  {first}")
-        for line in rest:
-            typer.echo(f"{'':{_NAME + _COUNT}}{line}")
+    rows = list(explain(load))
+
+    def show() -> None:
+        for name, count, arithmetic in rows:
+            first, *rest = textwrap.wrap(arithmetic, WIDTH - _NAME - _COUNT)
+            typer.echo(f"{name:{_NAME}}{count:>{_COUNT - 2}}  {first}")
+            for line in rest:
+                typer.echo(f"{'':{_NAME + _COUNT}}{line}")
+
+    found = {name: {"number": int(count), "reason": reason} for name, count, reason in rows}
+    show_result(json, found, show)

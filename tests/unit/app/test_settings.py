@@ -337,7 +337,7 @@ def test_command_prints_every_variable_and_no_secret(
     for name, value in sasl("PLAIN").items():
         monkeypatch.setenv(f"KVLANE_{name.upper()}", str(value))
     monkeypatch.setenv("KVLANE_LANSE", "8")
-    print_settings()
+    print_settings(settings_rows(Settings()))
     printed = capsys.readouterr().out
     assert all(row.name in printed for row in settings_rows(Settings()))
     assert "KVLANE_LANSE (did you mean KVLANE_LANES?)" in printed
