@@ -119,6 +119,8 @@ def asyncapi() -> None:
 
     With the topic prefix and the servers of this environment. `make asyncapi` writes the same
     document, with default values, to `deploy/asyncapi.yaml`.
+
+    Example: `kvlane asyncapi > asyncapi.yaml`
     """
     from kvlane.app.preprocessor import Preprocessor
     from kvlane.app.runtime.process import ProcessContext, open_log

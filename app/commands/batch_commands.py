@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 STATUS_POLL_S = 1.0
 
-app = typer.Typer(no_args_is_help=True, help="Submit, list, show and cancel batches of requests.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Submit, list, show and cancel batches of requests.\n\n"
+    "Example: `kvlane batch submit lines.jsonl --wait`",
+)
 
 _Url = Annotated[
     str, typer.Option(help="The gateway; default: this machine, port KVLANE_HTTP_PORT.")
@@ -69,6 +73,8 @@ def submit(
     """Upload a file and run its lines as a batch. The id goes to standard output.
 
     With --wait the exit code is 1 unless the batch is completed.
+
+    Example: `kvlane batch submit lines.jsonl --wait`
     """
     from kvlane.app.settings import settings_for_writing
 
@@ -94,7 +100,10 @@ def list_batches(
     api_key: _ApiKey = "",
     json: JsonOption = None,
 ) -> None:
-    """Show the newest batches."""
+    """Show the newest batches.
+
+    Example: `kvlane batch list --json - | jq -r '.batches[] | select(.status == "failed") | .id'`
+    """
     table = plain_table("id", "status", "lines", "completed", "failed", "created (UTC)")
     with _client(url, api_key) as client:
         batches = client.batches.list(limit=limit).data
@@ -109,14 +118,20 @@ def list_batches(
 
 @app.command()
 def show(batch_id: _Id, *, url: _Url = "", api_key: _ApiKey = "") -> None:
-    """Show a batch, as JSON."""
+    """Show a batch, as JSON.
+
+    Example: `kvlane batch show batch_0198`
+    """
     with _client(url, api_key) as client:
         typer.echo(client.batches.retrieve(batch_id).model_dump_json(indent=2, exclude_unset=True))
 
 
 @app.command()
 def cancel(batch_id: _Id, *, url: _Url = "", api_key: _ApiKey = "") -> None:
-    """Cancel a batch. Its files keep the finished lines."""
+    """Cancel a batch. Its files keep the finished lines.
+
+    Example: `kvlane batch cancel batch_0198`
+    """
     from kvlane.app.settings import settings_for_writing
 
     settings_for_writing()
@@ -135,7 +150,10 @@ def results(
     url: _Url = "",
     api_key: _ApiKey = "",
 ) -> None:
-    """Print the lines of a batch that has ended, or write them to a file."""
+    """Print the lines of a batch that has ended, or write them to a file.
+
+    Example: `kvlane batch results batch_0198 --output answers.jsonl`
+    """
     kind = "error" if errors else "output"
     with _client(url, api_key) as client:
         batch = client.batches.retrieve(batch_id)

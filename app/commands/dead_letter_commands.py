@@ -27,7 +27,8 @@ DeadLetterId = Annotated[
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Malformed and misplaced records: list them, show one, publish it again.",
+    help="Malformed and misplaced records: list them, show one, publish it again.\n\n"
+    "Example: `kvlane dead-letters list`",
 )
 
 
@@ -76,6 +77,8 @@ def show(letter: DeadLetterId) -> None:
 
     With KVLANE_KEEP_PROMPTS the content is in the dead letter, else it is read from the original
     topic while retained (an hour for requests, a day for prompts). It may contain a prompt's text.
+
+    Example: `kvlane dead-letters show 2:17`
     """
     asyncio.run(_show(letter))
 
@@ -91,6 +94,8 @@ def retry(
     For records that an older version could not decode, or that were in a wrong lane. A second retry
     is harmless: a request is answered once. A record that is still malformed is refused, and so is
     one whose id was accepted already. Exit code 1 if any was refused.
+
+    Example: `kvlane dead-letters retry 2:17 2:18`
     """
     refused = asyncio.run(_retry(dead_letter_retry))
     if refused:

@@ -14,7 +14,11 @@ from kvlane.app.access import key_file
 from kvlane.app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
 from kvlane.app.commands import console as screen
 
-app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Create, list and revoke API keys; limit their tenants.\n\n"
+    "Example: `kvlane keys create --tenant acme`",
+)
 
 _File = Annotated[
     Path | None, typer.Option("--file", help="The key file; default: KVLANE_API_KEYS_FILE.")
@@ -40,6 +44,8 @@ def create(
     """Create a key and print it, only this once: the file has a salted hash of it.
 
     Creates the file if necessary, readable for its owner only.
+
+    Example: `kvlane keys create --tenant acme --note "web shop" --days 90`
     """
     path = _path_to_write(file)
     expires = None if days is None else datetime.now(UTC) + timedelta(days=days)
@@ -97,6 +103,8 @@ def revoke(
     """Revoke a key: gateways reject it within a second or two. Open streams continue.
 
     The entry stays in the file as `disabled`.
+
+    Example: `kvlane keys revoke 5f3e7c96a0b1`
     """
     path = _path_to_write(file)
     with key_file.lock_key_file(path):
@@ -127,7 +135,14 @@ def limit(
     ] = None,
     file: _File = None,
 ) -> None:
-    """Set limits of a tenant, over all gateways. Omitted limits stay unchanged."""
+    """Set limits of a tenant, over all gateways. Omitted limits stay unchanged.
+
+    Examples:
+
+    - `kvlane keys limit acme --requests 8 --tokens-per-day 5000000`
+
+    - `kvlane keys limit --defaults --tokens-per-day 1000000`
+    """
     if defaults == bool(tenant) or (defaults and (queue_class or share_cache)):
         raise KeyFileError("give a tenant, or --defaults with limits only")
     path = _path_to_write(file)

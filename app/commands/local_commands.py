@@ -25,6 +25,8 @@ def run(
 
     As `faststream run` with the process's application does, from any folder. Settings come from
     KVLANE_* variables. Exit code 1, with the error on standard error, if the process fails.
+
+    Example: `KVLANE_WORKER_ID=worker-1 kvlane run worker`
     """
     from faststream.__main__ import cli  # type: ignore[attr-defined]
 
@@ -94,6 +96,12 @@ def demo(
     With `--engine vllm` the workers run vLLM, and the expected cache hits are compared with those
     of vLLM; three minutes. With `--disaggregated`, answers to prompts that were handed over are
     compared with those of one worker. `make demo ENGINE=vllm` installs vLLM for a CPU first.
+
+    Examples:
+
+    - `kvlane demo "What is a log?" "And a lane?"`
+
+    - `kvlane demo --disaggregated`
     """
     from kvlane.app.settings import Settings
 
@@ -153,6 +161,12 @@ def up(
 
     With KVLANE_BOOTSTRAP_SERVERS set, and no `--port`, `--data` or `--ephemeral`, it uses that
     Kafka and starts only the rest. Ports: KVLANE_HTTP_PORT (8000), KVLANE_INDEXER_PORT (8090).
+
+    Examples:
+
+    - `kvlane up --port 9092 --workers 3`
+
+    - `KVLANE_HTTP_PORT=8001 KVLANE_INDEXER_PORT=8091 kvlane up --data ./second`
     """
 
     from kvlane.app.local.data_folder import default_folder

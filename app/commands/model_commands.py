@@ -22,7 +22,7 @@ MAX_NAME_CHARS = 200
 MAX_TARGETS = 100
 MAX_WEIGHT = 1_000_000
 
-app = typer.Typer(help="Show the models; let several of them serve under one name.")
+app = typer.Typer()
 
 
 class BadAlias(OperatorError):
@@ -88,7 +88,10 @@ def alias(
 
 @app.command()
 def unalias(name: Annotated[str, typer.Argument(metavar="NAME", help="The alias.")]) -> None:
-    """Remove an alias. Requests that have begun go on; new ones for the name are refused."""
+    """Remove an alias. Requests that have begun go on; new ones for the name are refused.
+
+    Example: `kvlane models unalias chat`
+    """
     found = asyncio.run(_unalias(name))
     shown = escape_control(name)
     typer.echo(f"the alias {shown} is removed" if found else f"there is no alias {shown}")

@@ -70,6 +70,12 @@ def publish(
 
     The ids go to standard output, one a line, when Kafka has acknowledged the prompts. Publishing
     an id again is harmless. With --follow the text goes to standard output instead.
+
+    Examples:
+
+    - `kvlane publish --follow "What is a log?"`
+
+    - `kvlane publish -f prompts.jsonl`
     """
     if file is not None and (text is not None or request_id is not None):
         raise InvalidPromptFile(
@@ -114,6 +120,8 @@ def follow(
     Works for ended requests too, as long as their stream is retained (an hour by default).
     Exit code 1 if a router ended the request, or the log has nothing about it; the reason goes to
     standard error.
+
+    Example: `kvlane follow job-1`
     """
     if not asyncio.run(_follow(request_id, from_token, timeout)):
         raise typer.Exit(1)
@@ -126,7 +134,10 @@ def cancel(
         bool, typer.Option("--batch", help="The prompt is of class batch: it may wait in `batch`.")
     ] = False,
 ) -> None:
-    """Cancel a request. Its stream ends with `cancelled`, unless it ends by itself first."""
+    """Cancel a request. Its stream ends with `cancelled`, unless it ends by itself first.
+
+    Example: `kvlane cancel job-1`
+    """
     asyncio.run(_cancel(request_id, "batch" if batch else "interactive"))
 
 

@@ -56,7 +56,7 @@ _OF_CHOICE = (
 )  # fmt: skip
 """Settings on which the choice among recorded candidates depends."""
 
-app = typer.Typer(help="Show how the routers route; change it while they run.")
+app = typer.Typer()
 
 
 class BadRouting(OperatorError):

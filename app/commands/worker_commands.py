@@ -27,7 +27,7 @@ SETTLE_S = 1.0
 some ten milliseconds."""
 POLL_S = 0.1
 
-app = typer.Typer(help="Show the workers; close one to new requests, or empty it, while it runs.")
+app = typer.Typer()
 
 _CordonedWorker = Annotated[str, typer.Argument(metavar="ID", help="The worker's id.")]
 _DrainTimeout = Annotated[float, typer.Option(help="Seconds to wait at most.", min=0.1)]
@@ -47,7 +47,7 @@ class WorkerBusy(OperatorError):
 def workers(
     context: typer.Context, *, since: SinceOption = WINDOW, json: JsonOption = None
 ) -> None:
-    """Show the workers: state, load, cache, and how right the predictions about them are.
+    """Show the workers; close one to new requests, or empty it, while it runs.
 
     A worker is `silent` without a heartbeat for KVLANE_WORKER_TIMEOUT_S, `lost` if a router has
     ended its epoch since `--since`. `hits` is the cached part of prompts, errors are medians of
@@ -71,6 +71,8 @@ def cordon(worker: _CordonedWorker) -> None:
     """Give a worker no new requests. Its running ones go on.
 
     Also ends an evacuation: what still runs there stays.
+
+    Example: `kvlane workers cordon worker-1`
     """
     runs = asyncio.run(_cordon(worker))
     name = escape_control(worker)
@@ -79,7 +81,10 @@ def cordon(worker: _CordonedWorker) -> None:
 
 @app.command()
 def uncordon(worker: _CordonedWorker) -> None:
-    """Let a worker take requests again; ends every order about it."""
+    """Let a worker take requests again; ends every order about it.
+
+    Example: `kvlane workers uncordon worker-1`
+    """
     found = asyncio.run(_uncordon(worker))
     name = escape_control(worker)
     typer.echo(f"{name} takes requests again" if found else f"there was no order about {name}")
@@ -90,6 +95,8 @@ def drain(worker: _CordonedWorker, *, timeout: _DrainTimeout = 600.0) -> None:
     """Cordon a worker, and wait until its last run has ended.
 
     Exit code 1 if it still has runs then; it stays cordoned in any case.
+
+    Example: `kvlane workers drain worker-1 --timeout 3600`
     """
     asyncio.run(_empty(worker, timeout, evacuates=False))
 
@@ -101,6 +108,8 @@ def evacuate(worker: _CordonedWorker, *, timeout: _DrainTimeout = 60.0) -> None:
     Readers see one stream with a short pause. A run ends where it is if no other worker can
     continue it: for want of room, by its options (docs/recovery.md), or with an engine that gives
     no token ids. Exit code 1 if the worker still has runs in the end.
+
+    Example: `kvlane workers evacuate worker-1`
     """
     asyncio.run(_empty(worker, timeout, evacuates=True))
 

@@ -196,6 +196,8 @@ def size(
     """Size a fleet: deployments, and routers, gateways, lanes and brokers of each.
 
     From the figures of docs/benchmarks.md, measured on its machine A: see docs/sizing.md.
+
+    Example: `kvlane size --requests 500/s --workers 64 --tokens 50000/s`
     """
 
     load = FleetLoad(

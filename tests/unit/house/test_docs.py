@@ -98,23 +98,41 @@ def commands_in(page: Path) -> Iterator[list[str]]:
             yield words
 
 
+def unknown_in(words: list[str]) -> list[str]:
+    """The commands and options among the words after `kvlane` that do not exist."""
+    command: Any = typer.main.get_command(app)
+    rest = words
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        if not {*rest[0].split("|")} <= command.commands.keys():
+            return [" ".join(words)]
+        command, rest = command.commands[rest[0].split("|")[0]], rest[1:]
+    options = {"--help", *(name for each in command.params for name in each.opts)}
+    return [f"{' '.join(words)}: {w}" for w in rest if w.startswith("--") and w not in options]
+
+
 @each_page
 def test_commands_that_are_named_exist(page: Path) -> None:
-    wrong = []
-    for words in commands_in(page):
-        command: Any = typer.main.get_command(app)
-        rest = words
-        while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-            known = {name for name in rest[0].split("|") if name in command.commands}
-            if known != {*rest[0].split("|")}:
-                wrong.append(" ".join(words))
-                break
-            command, rest = command.commands[rest[0].split("|")[0]], rest[1:]
-        options = {"--help", *(name for each in command.params for name in each.opts)}
-        wrong += [
-            f"{' '.join(words)}: {w}" for w in rest if w.startswith("--") and w not in options
-        ]
-    assert wrong == []
+    assert [wrong for words in commands_in(page) for wrong in unknown_in(words)] == []
+
+
+def commands(parent: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All commands of the product, with the words that lead to each."""
+    yield path, parent
+    for name, command in getattr(parent, "commands", {}).items():
+        if name != "bench":
+            yield from commands(command, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+each_command = pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+
+
+@each_command
+def test_help_of_a_command_has_examples_that_exist(path: tuple[str, ...]) -> None:
+    found = re.findall(r"`(?:[A-Z_]+=\S+ )*kvlane ([^`|>]+)", COMMANDS[path].help)
+    examples = [words.split() for words in found]
+    assert [words for words in examples if tuple(words[: len(path)]) == path]
+    assert [wrong for words in examples for wrong in unknown_in(words)] == []
 
 
 @pytest.mark.parametrize(
