@@ -63,20 +63,22 @@ class ApiKeyStore:
         return quota
 
     async def watch(self) -> None:
-        """Follow the file, until cancelled. One that cannot be read changes nothing."""
+        """Follow the file, until cancelled. One that cannot be read changes nothing. Looks at once:
+        a process may wait for its broker between the first reading and this call."""
         while True:
+            if (signature := self._signature()) != self._seen:
+                self._seen = signature
+                self._follow()
             await self._clock.sleep(KEY_FILE_POLL_S)
-            signature = self._signature()
-            if signature == self._seen:
-                continue
-            self._seen = signature
-            try:
-                ring = self._read()
-            except KeyFileError as e:
-                log.error("keeping the previous API keys: %s", e)  # noqa: TRY400 - no traceback
-                continue
-            self._take(ring)
-            log.info("%s has changed: %d API keys", self._path, len(ring))
+
+    def _follow(self) -> None:
+        try:
+            ring = self._read()
+        except KeyFileError as e:
+            log.error("keeping the previous API keys: %s", e)  # noqa: TRY400 - no traceback
+            return
+        self._take(ring)
+        log.info("%s has changed: %d API keys", self._path, len(ring))
 
     def _read(self) -> KeyRing:
         """Raises KeyFileError."""

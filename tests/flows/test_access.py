@@ -126,6 +126,22 @@ async def test_changed_file_is_applied_within_two_seconds(
     assert [await status(first), await status(second)] == [401, 401]
 
 
+@scenario_test
+async def test_key_that_is_revoked_while_the_gateway_waits_for_its_broker_is_refused_from_the_start(
+    world: MemoryWorld, keys: KeyFileHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, start = keys.add("acme"), Gateway.open
+
+    async def revoke_and_start(gateway: Gateway) -> None:
+        keys.revoke(token)
+        await start(gateway)
+
+    monkeypatch.setattr(Gateway, "open", revoke_and_start)
+    harness = await GatewayHarness.open(world, **keys.settings)
+    answer = harness.send("GET", "/v1/models", headers=auth_headers(token))
+    assert refusal(await answer.wait_done()) == (401, "invalid_api_key")
+
+
 @pytest.mark.parametrize("damage", ["{", "{}{}", None])
 @scenario_test
 async def test_file_that_cannot_be_read_leaves_the_keys_and_is_logged_once(
