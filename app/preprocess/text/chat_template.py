@@ -282,7 +282,8 @@ def _rename_calls(messages: Sequence[dict[str, Any]], form: Literal["named", "sh
                 call["id"] = f"functions.{name}:{number}" if form == "named" else f"tool{number:05}"
             names[known] = call["id"]
             number += 1
-        if (known := str(message.get("tool_call_id", ""))) in names:
+        known = str(message.get("tool_call_id", ""))
+        if message["role"] == "tool" and known in names:
             message["tool_call_id"] = names[known]
 
 
