@@ -48,6 +48,11 @@ SCRIPT = {
     "json": f"<think>The week has days.</think>{WEATHER}",
     "regex": f"<think>It has some words.</think>{'rain, ' * 20}",
 }
+CHOSEN: dict[str, dict[str, Any]] = {
+    "chat": {"weather": {"type": "function", "function": {"name": "weather"}}},
+    "response": {"weather": {"type": "function", "name": "weather"}},
+}
+"""The choice of a function by its name."""
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["city", "days"],
     "properties": {
@@ -60,8 +65,8 @@ pytestmark = pytest.mark.slow
 
 
 class Case(NamedTuple):
-    """What a client asks for. Choices are OpenAI's; several answers, and a regular expression for
-    them, can be asked for in chats alone."""
+    """What a client asks for. Choices are OpenAI's, or the name of a function; several answers, and
+    a regular expression for them, can be asked for in chats alone."""
 
     question: str
     choice: str = "auto"
@@ -90,8 +95,9 @@ class Answer(NamedTuple):
 
 CASES = (
     Case("one"), Case("two"), Case("two", is_parallel=False), Case("one", "none"),
-    Case("two", stream=False), Case("two", "required"), Case("two", is_strict=True), Case("json"),
-    Case("json", stream=False), Case("regex"), Case("two", n=2), Case("json", n=2),
+    Case("two", stream=False), Case("one", "weather"), Case("two", "required"),
+    Case("two", is_strict=True), Case("json"), Case("json", stream=False), Case("regex"),
+    Case("two", n=2), Case("json", n=2),
 )  # fmt: skip
 _KOELN, _NOW = Call("", "weather", '{"city": "Köln"}'), Call("", "now", "{}")
 EXPECTED = {
@@ -99,11 +105,13 @@ EXPECTED = {
     CASES[1]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
     CASES[2]: Answer("", "Both of them.", (_KOELN,), "calls"),
     CASES[3]: Answer(SCRIPT["one"], "", (), "stop"),
-    **dict.fromkeys(CASES[4:7], Answer("", "Both of them.", (_KOELN, _NOW), "calls")),
-    **dict.fromkeys(CASES[7:9], Answer(WEATHER, "The week has days.", (), "stop")),
-    CASES[9]: Answer("rain, " * 20, "It has some words.", (), "stop"),
-    CASES[10]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
-    CASES[11]: Answer(WEATHER, "The week has days.", (), "stop"),
+    CASES[4]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
+    CASES[5]: Answer("I look at the weather first.\n", "The weather decides.", (_KOELN,), "calls"),
+    **dict.fromkeys(CASES[6:8], Answer("", "Both of them.", (_KOELN, _NOW), "calls")),
+    **dict.fromkeys(CASES[8:10], Answer(WEATHER, "The week has days.", (), "stop")),
+    CASES[10]: Answer("rain, " * 20, "It has some words.", (), "stop"),
+    CASES[11]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
+    CASES[12]: Answer(WEATHER, "The week has days.", (), "stop"),
 }
 
 
@@ -148,8 +156,8 @@ async def chat(clients: Clients, case: Case, count: Callable[[], None]) -> Asked
     ]
     body: Any = {
         "model": "demo", "messages": [{"role": "user", "content": case.question}], "tools": tools,
-        "tool_choice": case.choice, "parallel_tool_calls": case.is_parallel, "stream": case.stream,
-        "n": case.n,
+        "tool_choice": CHOSEN["chat"].get(case.choice, case.choice), "stream": case.stream,
+        "parallel_tool_calls": case.is_parallel, "n": case.n,
     }  # fmt: skip
     if case.question == "json":
         form = {"name": "weather", "schema": SCHEMA, "strict": True}
@@ -202,7 +210,9 @@ def answers_of_chat(completion: Any) -> list[Answer]:
 
 async def message(clients: Clients, case: Case, count: Callable[[], None]) -> Asked:
     tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "now")]
-    choice = {"type": {"required": "any"}.get(case.choice, case.choice)}
+    kinds = {"required": "any", "weather": "tool"}
+    choice: dict[str, Any] = {"type": kinds.get(case.choice, case.choice)}
+    choice |= {"name": case.choice} if case.choice == "weather" else {}
     if case.choice == "auto":
         choice["disable_parallel_tool_use"] = not case.is_parallel
     body: Any = {
@@ -245,8 +255,9 @@ async def response(clients: Clients, case: Case, count: Callable[[], None]) -> A
         for name in ("weather", "now")
     ]
     body: Any = {
-        "model": "demo", "input": case.question, "tools": tools, "tool_choice": case.choice,
-        "parallel_tool_calls": case.is_parallel, "stream": case.stream,
+        "model": "demo", "input": case.question, "tools": tools, "stream": case.stream,
+        "tool_choice": CHOSEN["response"].get(case.choice, case.choice),
+        "parallel_tool_calls": case.is_parallel,
     }  # fmt: skip
     if case.question == "json":
         form = {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}
