@@ -21,6 +21,7 @@ SCRIPT = {
     "one": f"I look it up.\n{CALL}",
     "two": f"<think>\nboth\n</think>\n{CALL}\n{CALL}",
     "text": "It rains.",
+    "json": '{"city": "Köln"}',
 }
 
 

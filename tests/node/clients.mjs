@@ -73,6 +73,44 @@ async function refused(request) {
   }
 }
 
+// The answers by every choice of tools: free, none, any, one by its name.
+const all = (bodies, create) => Promise.all(bodies.map(create));
+const chosen = async () => ({
+  chat: await all(
+    ["auto", "none", "required", { type: "function", function: { name: "weather" } }],
+    async (tool_choice) =>
+      ofChat(await ai.chat.completions.create({ model, messages, tools: chatTools, tool_choice })),
+  ),
+  message: await all(
+    [{ type: "auto" }, { type: "none" }, { type: "any" }, { type: "tool", name: "weather" }],
+    async (tool_choice) => ofMessage(await claude.messages.create({ ...claudeBody, tool_choice })),
+  ),
+  response: await all(
+    ["auto", "none", "required", { type: "function", name: "weather" }],
+    async (tool_choice) =>
+      ofResponse(
+        await ai.responses.create({ model, input: question, tools: responseTools, tool_choice }),
+      ),
+  ),
+});
+
+async function formed() {
+  const form = { name: "place", schema: parameters, strict: true };
+  const asked = [{ role: "user", content: "json" }];
+  const chat = await ai.chat.completions.create({
+    model, messages: asked, n: 2, response_format: { type: "json_schema", json_schema: form },
+  });
+  const response = await ai.responses.create({
+    model, input: "json", text: { format: { type: "json_schema", ...form } },
+  });
+  const message = await claude.messages.create({
+    model, messages: asked, max_tokens: 500,
+    output_config: { format: { type: "json_schema", schema: parameters } },
+  });
+  const texts = chat.choices.map((choice) => choice.message.content);
+  return [...texts, response.output_text, message.content[0].text];
+}
+
 const claudeBody = { model, messages, tools: claudeTools, max_tokens: 500 };
 console.log(
   JSON.stringify({
@@ -84,10 +122,12 @@ console.log(
       await ai.responses.create({ model, input: question, tools: responseTools }),
     ),
     streamedResponse: await streamedResponse(),
+    chosen: await chosen(),
+    formed: await formed(),
     refusedChat: await refused(() => ai.chat.completions.create({ model: "other", messages })),
     refusedMessage: await refused(() => claude.messages.create({ ...claudeBody, model: "other" })),
     refusedResponse: await refused(() =>
-      ai.responses.create({ model, input: question, tools: responseTools, tool_choice: "required" }),
+      ai.responses.create({ model, input: question, tool_choice: "required" }),
     ),
   }),
 );

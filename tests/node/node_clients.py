@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvlane.testing import memory_deployment
-from tests.flows.test_agents import Breaking
+from tests.flows.test_agents import SCRIPT, Breaking
 
 MODULES = Path(__file__).resolve().parents[2] / "build" / "node"
 
@@ -32,5 +32,8 @@ async def test_clients_for_node_get_each_part_once(breaks: list[int]) -> None:
             assert answer["reasoning"] == "\nboth\n"
             calls = [[name, json.loads(arguments)] for name, arguments in answer["calls"]]
             assert (calls, answer["reason"]) == ([call, call], reason)
+        numbers = [len(answer["calls"]) for answer in found["chosen"][form]]
+        assert numbers == [2, 0, 2, 2], "one call would need a grammar"
+    assert found["formed"] == [SCRIPT["json"]] * 4
     assert found["refusedChat"] == found["refusedMessage"] == "NotFoundError 404"
     assert found["refusedResponse"] == "BadRequestError 400"
