@@ -186,6 +186,7 @@ def error_share(predicted_ms: float, measured_ms: float | None) -> float | None:
 def error_shares(found: Sequence[float | None]) -> ErrorShares | None:
     """Percentiles of error shares; None for too few values."""
     values = [each for each in found if each is not None]
+    values.sort()  # once for both
     median, p90 = _percentile(50, values), _percentile(90, values)
     return None if median is None or p90 is None else ErrorShares(median, p90)
 

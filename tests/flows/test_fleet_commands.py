@@ -40,7 +40,8 @@ COMMANDS = [["workers"], ["models"], ["requests"], ["queue"], ["status"]]
 
 async def present_status(reader: FleetReader, sampler: TopicSampler) -> FleetStatus:
     open_requests = open_requests_of(reader.view, reader.now_ms())
-    return await fleet_status(reader, sampler, TIMEOUT_S, open_requests)
+    workers = worker_rows(reader.view, reader.now_ms(), TIMEOUT_S)
+    return await fleet_status(reader, sampler, workers, open_requests)
 
 
 async def status_of(world: MemoryWorld, since: str = "-5m") -> FleetStatus:

@@ -75,7 +75,8 @@ def check_epochs(facts: Facts) -> Iterator[Finding]:
 def check_models(facts: Facts) -> Iterator[Finding]:
     sample = _sample(facts)
     open_requests = open_requests_of(sample.view, sample.now_ms)
-    for row in model_rows(sample.view, sample.now_ms, sample.timeout_s, open_requests):
+    workers = worker_rows(sample.view, sample.now_ms, sample.timeout_s)
+    for row in model_rows(sample.view, workers, open_requests):
         if not row.ready and (row.workers or row.open):
             yield finding(
                 "models", "model-without-worker", row.name,

@@ -13,7 +13,7 @@ from kvlane.app.audit.fleet.fleet_reader import FleetReader
 from kvlane.app.audit.fleet.model_rows import ModelRow, model_rows
 from kvlane.app.audit.fleet.queue_rows import LaneRow, lane_rows
 from kvlane.app.audit.fleet.request_rows import RequestRow
-from kvlane.app.audit.fleet.worker_rows import WorkerRow, worker_rows
+from kvlane.app.audit.fleet.worker_rows import WorkerRow
 from kvlane.app.audit.waits import SILENCE_MS
 from kvlane.streams.clock import Clock
 from kvlane.streams.ports import Log
@@ -122,16 +122,15 @@ async def unread_records(
 async def fleet_status(
     reader: FleetReader,
     sampler: TopicSampler,
-    timeout_s: float,
+    workers: Sequence[WorkerRow],
     open_requests: Sequence[RequestRow],
 ) -> FleetStatus:
-    """The status now, with all `open_requests`; rates are those since the last sample. Raises as
-    `TopicSampler.sample`."""
+    """The status now, with all `workers` and `open_requests`; rates are those since the last
+    sample. Raises as `TopicSampler.sample`."""
     topics = await sampler.sample(reader)
     view, now_ms = reader.view, reader.now_ms()
     dead_letters = await sampler.dead_letters(now_ms - reader.window_ms)
-    workers = worker_rows(view, now_ms, timeout_s)
-    models = model_rows(view, now_ms, timeout_s, open_requests)
+    models = model_rows(view, workers, open_requests)
     alarms = [*_worker_alarms(workers), *_model_alarms(models)]
     alarms += _router_alarms(lane_rows(view, now_ms, open_requests))
     alarms += [
@@ -148,7 +147,7 @@ async def fleet_status(
     )  # fmt: skip
 
 
-def _worker_alarms(workers: list[WorkerRow]) -> list[Alarm]:
+def _worker_alarms(workers: Sequence[WorkerRow]) -> list[Alarm]:
     return [
         Alarm("worker", row.id, state_words(row))
         for row in workers

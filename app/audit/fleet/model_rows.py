@@ -9,7 +9,7 @@ import msgspec
 
 from kvlane.app.audit.fleet.fleet_view import FleetView
 from kvlane.app.audit.fleet.request_rows import RequestRow
-from kvlane.app.audit.fleet.worker_rows import worker_rows
+from kvlane.app.audit.fleet.worker_rows import WorkerRow
 from kvlane.app.preprocess.models.model_aliases import ModelAliases
 
 
@@ -40,13 +40,13 @@ class AliasRow(msgspec.Struct, frozen=True):
 
 
 def model_rows(
-    view: FleetView, now_ms: int, timeout_s: float, open_requests: Sequence[RequestRow]
+    view: FleetView, workers: Sequence[WorkerRow], open_requests: Sequence[RequestRow]
 ) -> list[ModelRow]:
-    """The models that have a card, a worker, or one of all `open_requests`."""
-    workers, ready, versions = Counter[str](), Counter[str](), defaultdict[str, set[str]](set)
-    for worker in worker_rows(view, now_ms, timeout_s):
+    """The models that have a card, one of all `workers`, or one of all `open_requests`."""
+    present, ready, versions = Counter[str](), Counter[str](), defaultdict[str, set[str]](set)
+    for worker in workers:
         if worker.state != "lost":
-            workers[worker.model] += 1
+            present[worker.model] += 1
             can_answer = worker.state == "ready" and not worker.order and worker.role != "prefill"
             ready[worker.model] += can_answer
             versions[worker.model] |= {f"{name} {of}" for name, of in worker.versions.items()}
@@ -56,12 +56,12 @@ def model_rows(
         queued[row.model] += row.phase == "queued"
     cards = view.fleet.models
     rows = []
-    for name in sorted(cards.keys() | workers.keys() | {n for n in counts if n}):
+    for name in sorted(cards.keys() | present.keys() | {n for n in counts if n}):
         card = cards.get(name)
         tokenizer = None if card is None else card.tokenizer
         rows.append(
             ModelRow(
-                name, "" if card is None else card.kind, workers[name], ready[name],
+                name, "" if card is None else card.kind, present[name], ready[name],
                 counts[name], queued[name], None if card is None else card.context_length,
                 "" if tokenizer is None else tokenizer.sha256,
                 "" if card is None else card.checksum, sorted(versions[name]),

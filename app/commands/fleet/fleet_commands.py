@@ -64,12 +64,13 @@ def show_models(since: str, json: Path | None) -> None:
     """`kvlane models` without a subcommand."""
     from kvlane.app.audit.fleet.model_rows import alias_rows, model_rows
     from kvlane.app.audit.fleet.request_rows import open_requests_of
+    from kvlane.app.audit.fleet.worker_rows import worker_rows
     from kvlane.app.commands.fleet.fleet_tables import models_view
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
         view = fleet.reader.view
-        open_requests = open_requests_of(view, fleet.now_ms)
-        models = model_rows(view, fleet.now_ms, fleet.timeout_s, open_requests)
+        workers = worker_rows(view, fleet.now_ms, fleet.timeout_s)
+        models = model_rows(view, workers, open_requests_of(view, fleet.now_ms))
         return {**fleet.rows("models", models), "aliases": alias_rows(view, models)}
 
     found = _read(since, read)
@@ -176,11 +177,14 @@ def status(*, since: SinceOption = WINDOW, json: screen.JsonOption = None) -> No
     """
     from kvlane.app.audit.fleet.fleet_status import fleet_status
     from kvlane.app.audit.fleet.request_rows import open_requests_of
+    from kvlane.app.audit.fleet.worker_rows import worker_rows
     from kvlane.app.commands.fleet.fleet_tables import status_view
 
     async def read(fleet: _Fleet) -> FleetStatus:
-        open_requests = open_requests_of(fleet.reader.view, fleet.now_ms)
-        return await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s, open_requests)
+        view = fleet.reader.view
+        rows = worker_rows(view, fleet.now_ms, fleet.timeout_s)
+        open_requests = open_requests_of(view, fleet.now_ms)
+        return await fleet_status(fleet.reader, fleet.sampler, rows, open_requests)
 
     found = _read(since, read, samples=True)
     _show(json, found, lambda: status_view(found))
@@ -211,8 +215,8 @@ def top(*, since: SinceOption = "-1m") -> None:
             fleet.reader.check()
             view = fleet.reader.view
             oldest = open_requests_of(view, fleet.now_ms)
-            found = await fleet_status(fleet.reader, fleet.sampler, fleet.timeout_s, oldest)
-            rows = worker_rows(view, found.now_ms, fleet.timeout_s)
+            rows = worker_rows(view, fleet.now_ms, fleet.timeout_s)
+            found = await fleet_status(fleet.reader, fleet.sampler, rows, oldest)
             rows.sort(key=lambda row: row.state == "ready" and not row.order)
             tables = workers_table(rows[:TOP_ROWS]), open_table(oldest[:TOP_ROWS])
             return status_view(found, *tables)

@@ -19,7 +19,7 @@ from kvlane.app.audit.fleet.fleet_reader import FleetReader, reading_fleet
 from kvlane.app.audit.fleet.fleet_status import FleetStatus, TopicSampler, fleet_status
 from kvlane.app.audit.fleet.queue_rows import job_rows, lane_rows, wait_rows
 from kvlane.app.audit.fleet.request_rows import EndedShown, ended_requests_of, open_requests_of
-from kvlane.app.audit.fleet.worker_rows import worker_rows
+from kvlane.app.audit.fleet.worker_rows import WorkerRow, worker_rows
 from kvlane.app.audit.timeline import explain_request, timeline_json
 from kvlane.app.audit.waits import explain_wait
 from kvlane.app.http.console.recent_activity import RecentActivity, decision_rows
@@ -81,6 +81,7 @@ class LiveFleet:
         self._reader: FleetReader | None = None
         self._activity = RecentActivity()
         self._status: FleetStatus | None = None
+        self._workers: list[WorkerRow] = []
         self._answers: dict[tuple[Any, ...], tuple[float, bytes]] = {}
 
     @property
@@ -162,11 +163,10 @@ class LiveFleet:
         return msgspec.json.encode({"reader": self._state} | times | fields)
 
     def _fleet(self, reader: FleetReader) -> dict[str, Any]:
-        now_ms = reader.now_ms()
         return {
             "status": self._status,
-            "workers": worker_rows(reader.view, now_ms, self._timeout_s),
-            "points": self._activity.points(now_ms),
+            "workers": self._workers,
+            "points": self._activity.points(reader.now_ms()),
         }
 
     # --- the reader ---
@@ -205,10 +205,11 @@ class LiveFleet:
             while clock.now() - self._asked_s < IDLE_S:
                 reader.check()
                 began_s = clock.now()
-                open_requests = open_requests_of(reader.view, reader.now_ms())
-                status = await fleet_status(reader, sampler, self._timeout_s, open_requests)
-                workers = worker_rows(reader.view, status.now_ms, self._timeout_s)
-                activity.sample(status.now_ms, workers, open_requests)
+                view, now_ms = reader.view, reader.now_ms()
+                open_requests = open_requests_of(view, now_ms)
+                self._workers = worker_rows(view, now_ms, self._timeout_s)
+                status = await fleet_status(reader, sampler, self._workers, open_requests)
+                activity.sample(status.now_ms, self._workers, open_requests)
                 self._status, self._reader = status, reader
                 self._state = ReaderState("live")
                 await clock.sleep(max(FRAME_S, PAUSE_FRAMES * (clock.now() - began_s)))

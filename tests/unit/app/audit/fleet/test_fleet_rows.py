@@ -11,6 +11,7 @@ from kvlane.app.audit.fleet import fleet_view
 from kvlane.app.audit.fleet.model_rows import ModelRow, model_rows
 from kvlane.app.audit.fleet.queue_rows import LaneRow, lane_rows, wait_rows
 from kvlane.app.audit.fleet.request_rows import open_requests_of
+from kvlane.app.audit.fleet.worker_rows import worker_rows
 from kvlane.streams.records import (
     Candidate,
     Cordon,
@@ -37,7 +38,8 @@ def fleet() -> MadeFleet:
 
 
 def models_of(fleet: MadeFleet) -> list[ModelRow]:
-    return model_rows(fleet.view, NOW_MS, TIMEOUT_S, open_requests_of(fleet.view, NOW_MS))
+    workers = worker_rows(fleet.view, NOW_MS, TIMEOUT_S)
+    return model_rows(fleet.view, workers, open_requests_of(fleet.view, NOW_MS))
 
 
 def lanes_of(fleet: MadeFleet, now_ms: int) -> list[LaneRow]:
