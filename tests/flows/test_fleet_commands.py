@@ -232,16 +232,24 @@ def test_rows_are_shown_with_the_texts_of_topics_escaped(memory: MemoryBroker) -
     assert "lane" in kvlane("queue").stdout
 
 
-def test_last_line_has_the_number_of_ended_requests_that_were_not_kept(
+def test_last_line_has_the_number_of_requests_that_are_not_kept(
     memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlane.app.audit.fleet.fleet_view.MAX_ENDED", 1)
-    for name in ("a", "b", "c"):
+    facts = "kvlane.app.audit.fleet.request_facts"
+    monkeypatch.setattr(f"{facts}.MAX_NEWEST", 1)
+    monkeypatch.setattr(f"{facts}.MAX_OF_MINUTE", 1)
+    monkeypatch.setattr("kvlane.app.audit.fleet.fleet_view.MAX_OPEN", 1)
+    for name in ("a", "b", "c", "d"):
         memory.append(LEDGER, 0, [encode(Ended(id=name, code="invalid"), name)])
-    assert "c" in kvlane("requests", "--slow", "1").stdout
+        memory.append(REQUESTS, 0, [encode(Request(id=f"open-{name}"), f"open-{name}")])
+    assert "d" in kvlane("requests", "--slow", "1").stdout
     shown = kvlane("requests", "--failed").stdout
-    assert shown.splitlines()[-1].startswith("2 that ended earlier were not kept")
-    assert json.loads(kvlane("requests", "--json", "-").stdout)["left_out"] == 2
+    assert shown.splitlines()[-1].startswith("2 more have failed and are not listed")
+    assert json.loads(kvlane("requests", "--failed", "--json", "-").stdout)["left_out"] == 2
+    assert json.loads(kvlane("requests", "--slow", "2", "--json", "-").stdout)["left_out"] == 0
+    shown = kvlane("requests").stdout
+    assert "open-d" in shown
+    assert shown.splitlines()[-1].startswith("up to 3 older ones are open and are not listed")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -7,6 +7,7 @@ from typing import Any
 from kvlane.app.audit.diagnosis.facts import WorkerEvents
 from kvlane.app.audit.fleet import fleet_view
 from kvlane.app.audit.fleet.fleet_view import FleetView
+from kvlane.app.audit.fleet.request_facts import EndedRequests
 from kvlane.app.audit.fleet.request_rows import RequestRow, ended_requests_of, open_requests_of
 from kvlane.app.audit.fleet.worker_rows import WorkerRow, worker_rows
 from kvlane.streams.codecs import AnyRecord, pack_tokens
@@ -32,8 +33,8 @@ ORIGIN = RequestOffset(topic=REQUESTS, partition=0, offset=0)
 class MadeFleet:
     """A view, with records that are appended to partition 0 of their topics."""
 
-    def __init__(self) -> None:
-        self.view = FleetView(WINDOW_MS)
+    def __init__(self, ended: EndedRequests | None = None) -> None:
+        self.view = FleetView(WINDOW_MS, ended=ended)
         self.events = WorkerEvents()
         self.offsets: dict[str, int] = {}
         for topic in fleet_view.SOURCES:

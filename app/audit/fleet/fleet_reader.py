@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from kvlane.app.audit.fleet.fleet_view import SOURCES, FleetView, OnEnded
+from kvlane.app.audit.fleet.request_facts import EndedRequests
 from kvlane.app.audit.time_range import InvalidTime, parse_range
 from kvlane.app.batches.batch_log import BatchView
 from kvlane.streams.clock import BrokerClock, Clock
@@ -41,13 +42,15 @@ class FleetReader:
         since_ms: int,
         on_applied: OnApplied | None = None,
         on_ended: OnEnded = lambda _: None,
+        ended: EndedRequests | None = None,
     ) -> None:
-        """`on_applied`: called with records that the view has; `on_ended`: with ended requests."""
+        """`on_applied`: called with records that the view has; `on_ended`, `ended`: as of
+        `FleetView`."""
         self.log = log
         self.clock = clock
         self.since_ms = since_ms
         self.window_ms = max(1, clock.wall_ms() - since_ms)
-        self.view = FleetView(self.window_ms, on_ended)
+        self.view = FleetView(self.window_ms, on_ended, ended)
         self._broker_clock = BrokerClock(clock)
         self._on_applied = on_applied
         self._live_s = -math.inf
@@ -95,10 +98,12 @@ async def reading_fleet(
     progress: Progress = lambda _done, _total: None,
     on_applied: OnApplied | None = None,
     on_ended: OnEnded = lambda _: None,
+    ended: EndedRequests | None = None,
 ) -> AsyncIterator[FleetReader]:
     """The fleet since a time (`-5m`), read up to now and kept up to date until the end of the
     block. Raises InvalidTime, BrokerUnavailable, AccessDenied, NewerRecord."""
-    reader = FleetReader(log, clock, window_start(since, clock.wall_ms()), on_applied, on_ended)
+    start_ms = window_start(since, clock.wall_ms())
+    reader = FleetReader(log, clock, start_ms, on_applied, on_ended, ended)
     try:
         await _catch_up(reader.follower, reader.following, clock, progress)
         await clock.sleep(OBSERVE_S)

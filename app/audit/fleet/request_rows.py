@@ -11,7 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from kvlane.app.audit.fleet.fleet_view import FleetView, RequestFacts
+from kvlane.app.audit.fleet.fleet_view import FleetView
+from kvlane.app.audit.fleet.request_facts import COMPLETED, RequestFacts
 from kvlane.app.audit.waits import ReportedWait
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, RunState, RunStatus
 from kvlane.streams.records import Phase, RunKey
@@ -21,8 +22,6 @@ EndedShown = Literal["ended", "slow", "failed"]
 _PHASES: dict[RunState, ShownPhase] = {
     "assigned": "assigned", "started": "prefill", "prefilled": "decode",
 }  # fmt: skip
-COMPLETED = frozenset({"stop", "length", "seen", "cancelled"})
-"""Codes of requests that are no failures."""
 _RUN_ORDER: dict[Phase, int] = {"prefill": 0, "aggregated": 1, "decode": 1}
 _OVERDUE_MS = 60_000
 """Time after its deadline at which a request that seems to wait is an old copy of its record."""
@@ -55,18 +54,16 @@ def open_requests_of(
     """The open requests, the oldest first; of a model, and of a tenant, if one is given."""
     runs = _reported_runs(view)
     rows: dict[str, RequestRow] = {}
-    for request_id in view.open_ids:
-        facts = view.requests[request_id]
-        lane = view.lanes.get(facts.lane)
-        state = None if lane is None else lane.requests.get(request_id)
-        if (state is not None and state.is_known) or _waits(facts, now_ms):
-            rows[request_id] = _open_row(view, request_id, facts, state, runs, now_ms)
+    for request_id, facts in view.open.items():
+        if (facts.state is not None and facts.state.is_known) or _waits(facts, now_ms):
+            rows[request_id] = _open_row(view, request_id, facts, runs, now_ms)
     early = {wait.request_id: _waiting_row(wait, now_ms) for wait in view.reports.reports().waits}
     for key in sorted(runs, key=lambda key: (key.attempt, _RUN_ORDER[key.phase])):
         early[key.id] = _early_row(view, key, *runs[key])
     for request_id, row in early.items():
-        known = view.requests.get(request_id)
-        if request_id not in rows and (known is None or not (known.code or known.began_ms)):
+        known = view.open.get(request_id)
+        is_open = request_id not in view.ended_ids and (known is None or not known.began_ms)
+        if request_id not in rows and is_open:
             rows[request_id] = row
     found = [r for r in rows.values() if r.model == (model or r.model)]
     found = [r for r in found if r.tenant == (tenant or r.tenant)]
@@ -93,11 +90,10 @@ def _open_row(
     view: FleetView,
     request_id: str,
     facts: RequestFacts,
-    state: RequestState | None,
     runs: dict[RunKey, tuple[str, int]],
     now_ms: int,
 ) -> RequestRow:
-    found = None if state is None else _present_run(state)
+    found = None if facts.state is None else _present_run(facts.state)
     worker, tokens = "", facts.output_tokens
     phase: ShownPhase = "queued"
     if found is not None:
@@ -144,21 +140,23 @@ def ended_requests_of(
     tenant: str = "",
     most: int | None = None,
 ) -> list[RequestRow]:
-    """The requests that ended in the window, the last ones first, of `slow` the slowest; at most
-    `most`. `since_ms`: begin of those whose begin is unknown."""
+    """The requests that ended in the window, the last ones first, of `slow` the slowest, as far as
+    `EndedRequests` keeps them; at most `most`. `since_ms`: begin of those whose begin is
+    unknown."""
 
     def is_shown(facts: RequestFacts) -> bool:
-        if not facts.code or (shown == "failed" and facts.code in COMPLETED):
+        if shown == "failed" and facts.code in COMPLETED:
             return False
         return tenant in ("", facts.tenant) and model in ("", _model_named(view, facts))
 
     def rank(facts: RequestFacts) -> int:
-        return facts.ended_ms - ((facts.began_ms or since_ms) if shown == "slow" else 0)
+        return facts.ended_ms - ((facts.since_ms or since_ms) if shown == "slow" else 0)
 
-    found = [(rank(facts), name) for name, facts in view.requests.items() if is_shown(facts)]
+    kept = view.ended.kept()
+    found = [(rank(facts), name) for name, facts in kept.items() if is_shown(facts)]
     rows = []
     for _, name in sorted(found, reverse=True) if most is None else nlargest(most, found):
-        facts = view.requests[name]
+        facts = kept[name]
         end = (facts.worker, facts.output_tokens, facts.ended_ms)
         rows.append(_row(name, facts, _model_named(view, facts), "ended", *end))
     return rows
@@ -177,7 +175,7 @@ def _row(
     tokens: int,
     until_ms: int,
 ) -> RequestRow:
-    began_ms = facts.began_ms
+    began_ms = facts.since_ms
 
     def after(at_ms: int) -> int | None:
         return max(0, at_ms - began_ms) if began_ms and at_ms else None

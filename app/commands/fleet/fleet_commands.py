@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvlane.app.audit.fleet.fleet_reader import FleetReader
     from kvlane.app.audit.fleet.fleet_status import FleetStatus, TopicSampler
     from kvlane.app.audit.fleet.fleet_view import FleetView
+    from kvlane.app.audit.fleet.request_facts import EndedRequests
 
 T = TypeVar("T")
 
@@ -32,6 +33,8 @@ SinceOption = Annotated[
     ),
 ]
 WINDOW = "-5m"
+MAX_SLOW = 1000
+"""Greatest N of `--slow`: of each minute so many are kept."""
 TOP_ROWS = 10
 """Workers, and requests, that `kvlane top` shows: the topics have to fit below."""
 
@@ -80,7 +83,8 @@ def show_models(since: str, json: Path | None) -> None:
 def requests(
     *,
     slow: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The N slowest that have ended.")
+        int | None,
+        typer.Option(min=1, max=MAX_SLOW, metavar="N", help="The N slowest that have ended."),
     ] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="Those that have failed, with the reason.")
@@ -93,8 +97,10 @@ def requests(
     """Show the open requests, the oldest first; or those that have ended since a time.
 
     `kvlane explain ID` has the rest of a row. Times count from the append of the request, or of
-    its prompt; those of a request that was appended before `--since` are unknown (`-`), and it
-    counts as begun then. A request that a gateway refused is in no topic.
+    its prompt; without that record from when its router had it. They are unknown (`-`) for a
+    request that had a worker before `--since`, and it counts as begun then. Beyond 10 000 ended
+    requests, of each minute the last 200 failed ones are shown, and the number of the others. A
+    request that a gateway refused is in no topic.
 
     Examples:
 
@@ -104,26 +110,29 @@ def requests(
 
     - `kvlane requests --failed --json -`
     """
+    from kvlane.app.audit.fleet.request_facts import MAX_OF_MINUTE, EndedRequests
     from kvlane.app.audit.fleet.request_rows import ended_requests_of, open_requests_of
-    from kvlane.app.commands.fleet.fleet_tables import ended_view, open_table
+    from kvlane.app.commands.fleet.fleet_tables import requests_view
 
     if slow and failed:
         raise typer.BadParameter("give --slow or --failed, not both")
 
     async def read(fleet: _Fleet) -> dict[str, Any]:
-        view = fleet.reader.view
+        view, left_out = fleet.reader.view, 0
         if slow or failed:
+            left_out = view.ended.failed_left_out if failed else 0
             rows = ended_requests_of(
                 view, "slow" if slow else "failed", since_ms=fleet.reader.since_ms, model=model,
                 tenant=tenant, most=slow,
             )  # fmt: skip
         else:
             rows = open_requests_of(view, fleet.now_ms, model=model, tenant=tenant)
-        return fleet.rows("requests", rows) | {"left_out": view.left_out}
+            left_out = view.left_out
+        return fleet.rows("requests", rows) | {"left_out": left_out}
 
-    found = _read(since, read)
+    found = _read(since, read, ended=EndedRequests(max(slow or 0, MAX_OF_MINUTE), model, tenant))
     rows, left_out = found["requests"], found["left_out"]
-    _show(json, found, lambda: ended_view(rows, left_out) if slow or failed else open_table(rows))
+    _show(json, found, lambda: requests_view(rows, left_out, ended=bool(slow or failed)))
 
 
 def queue(*, since: SinceOption = WINDOW, json: screen.JsonOption = None) -> None:
@@ -240,9 +249,15 @@ def _show_rows(
     _show(json, found, lambda: table(found[name]))
 
 
-def _read(since: str, read: Callable[[_Fleet], Awaitable[T]], *, samples: bool = False) -> T:
+def _read(
+    since: str,
+    read: Callable[[_Fleet], Awaitable[T]],
+    *,
+    samples: bool = False,
+    ended: EndedRequests | None = None,
+) -> T:
     """The result of `read` for the fleet since a time. `samples`: it uses the sampler, which needs
-    the right to describe all topics."""
+    the right to describe all topics. `ended`: the ended requests that are kept."""
     from kvlane.app.audit.fleet.fleet_reader import reading_fleet
     from kvlane.app.audit.fleet.fleet_status import TopicSampler
     from kvlane.app.settings import Settings
@@ -257,7 +272,7 @@ def _read(since: str, read: Callable[[_Fleet], Awaitable[T]], *, samples: bool =
                 await sampler.begin()
             with ExitStack() as bar:
                 progress = bar.enter_context(screen.reading_progress())
-                async with reading_fleet(log, clock, since, progress) as reader:
+                async with reading_fleet(log, clock, since, progress, ended=ended) as reader:
                     bar.close()
                     return await read(_Fleet(reader, sampler, settings.worker_timeout_s))
 

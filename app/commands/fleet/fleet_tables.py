@@ -147,12 +147,13 @@ def models_view(models: Iterable[object], aliases: Sequence[object]) -> Renderab
     return Group(table, "", _table(_ALIASES, aliases)) if aliases else table
 
 
-def ended_view(rows: Iterable[RequestRow], left_out: int) -> RenderableType:
-    """`left_out`: number of ended requests of the window that were not kept."""
-    table = _table((*_ENDED, *_OWNER), rows)
+def requests_view(rows: Iterable[RequestRow], left_out: int, *, ended: bool) -> RenderableType:
+    """`left_out`: number of requests of the window that were not kept; of open ones at most."""
+    table = _table((*_ENDED, *_OWNER), rows) if ended else open_table(rows)
     if not left_out:
         return table
-    return Group(table, f"{left_out} that ended earlier were not kept: give a shorter --since")
+    rest = f"{left_out} more have failed" if ended else f"up to {left_out} older ones are open"
+    return Group(table, f"{rest} and are not listed: give a shorter --since")
 
 
 def queue_view(

@@ -101,11 +101,14 @@ class LiveFleet:
             view, now_ms = reader.view, reader.now_ms()
             if shown == "open":
                 found = open_requests_of(view, now_ms, model=model, tenant=tenant)
-                return {"requests": found[:MAX_ROWS], "left_out": max(0, len(found) - MAX_ROWS)}
+                left_out = view.left_out + max(0, len(found) - MAX_ROWS)
+                return {"requests": found[:MAX_ROWS], "left_out": left_out}
             ended = ended_requests_of(
                 view, shown, since_ms=reader.since_ms, model=model, tenant=tenant, most=MAX_ROWS
             )
-            return {"requests": ended, "left_out": view.left_out}
+            is_failed = shown == "failed"
+            left_out = view.ended.failed_left_out if is_failed else view.ended.count - len(ended)
+            return {"requests": ended, "left_out": left_out}
 
         return self._answer(("requests", shown, model, tenant), rows)
 

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from kvlane.app.audit.cost_terms import ScoredCandidate, reasons_for
-from kvlane.app.audit.fleet.fleet_view import RequestFacts
-from kvlane.app.audit.fleet.request_rows import COMPLETED, RequestRow
+from kvlane.app.audit.fleet.request_facts import COMPLETED, RequestFacts
+from kvlane.app.audit.fleet.request_rows import RequestRow
 from kvlane.app.audit.fleet.worker_rows import WorkerRow
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Assigned, LogRecord
@@ -29,7 +29,7 @@ BUCKET_MS = 5_000
 MAX_BUCKETS = 120
 """Ten minutes."""
 MAX_SAMPLES = 200
-"""Requests of a bucket whose times count; later ones take the places of the first."""
+"""Requests of a bucket whose times count at most: of more, each second, fourth and so on."""
 SETTLED_MS = 4 * BUCKET_MS
 """Age at which a point is final. Before that the requests of a bucket are kept, since their begin
 may be read after their end: partitions are read one after the other."""
@@ -95,7 +95,9 @@ class FigurePoint(msgspec.Struct, frozen=True):
 class _Bucket:
     def __init__(self) -> None:
         self.ended = self.failed = 0
-        self.answered: deque[RequestFacts] = deque(maxlen=MAX_SAMPLES)
+        self.answered: list[RequestFacts] = []
+        """Each `distance`-th."""
+        self.distance = 1
         self.point: FigurePoint | None = None
         """The final one."""
         self.queued: int | None = None
@@ -128,7 +130,11 @@ class RecentActivity:
             bucket.failed += 1
             return
         bucket.ended += 1
-        bucket.answered.append(facts)
+        if bucket.ended % bucket.distance == 0:
+            bucket.answered.append(facts)
+        if len(bucket.answered) > MAX_SAMPLES:
+            del bucket.answered[::2]
+            bucket.distance *= 2
 
     def sample(
         self, now_ms: int, workers: Sequence[WorkerRow], open_requests: Sequence[RequestRow]
@@ -176,8 +182,8 @@ class RecentActivity:
 
 def _point(at_ms: int, bucket: _Bucket) -> FigurePoint:
     seconds = BUCKET_MS / 1000
-    begun = [facts for facts in bucket.answered if facts.began_ms and facts.first_token_ms]
-    ttft = [max(0, facts.first_token_ms - facts.began_ms) for facts in begun]
+    begun = [facts for facts in bucket.answered if facts.since_ms and facts.first_token_ms]
+    ttft = [max(0, facts.first_token_ms - facts.since_ms) for facts in begun]
     itl = [
         max(0, facts.ended_ms - facts.first_token_ms) / (facts.output_tokens - 1)
         for facts in begun

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 from kvlane.app.audit.fleet.request_rows import RequestRow
 from kvlane.app.audit.fleet.worker_rows import WorkerRow
-from kvlane.app.commands.fleet.fleet_tables import ended_view, open_table, workers_table
+from kvlane.app.commands.fleet.fleet_tables import open_table, requests_view, workers_table
 
 WORKER = WorkerRow(
     "vllm-7c9f5d8b6f-x2x4k", "meta-llama/Llama-3.1-8B-Instruct", "aggregated", "unhealthy",
@@ -32,7 +32,7 @@ def test_ids_and_states_are_whole_on_80_columns() -> None:
     workers = shown(workers_table([WORKER]))
     assert all(text in workers for text in (WORKER.id, "unhealthy", "evacuating", "1234"))
     assert all(text in shown(open_table([REQUEST])) for text in (REQUEST.id, "prefill", "12.5 s"))
-    ended = shown(ended_view([REQUEST], 0))
+    ended = shown(requests_view([REQUEST], 0, ended=True))
     assert all(text in ended for text in (REQUEST.id, "cancelled", "7000 ms"))
 
 

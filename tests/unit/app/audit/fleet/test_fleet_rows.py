@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvlane.app.audit.drift import MIN_RUNS
-from kvlane.app.audit.fleet import fleet_view
 from kvlane.app.audit.fleet.model_rows import ModelRow, model_rows
 from kvlane.app.audit.fleet.queue_rows import LaneRow, lane_rows, wait_rows
 from kvlane.app.audit.fleet.request_rows import open_requests_of
@@ -357,38 +356,3 @@ def test_reasons_count_the_requests_that_still_wait(fleet: MadeFleet) -> None:
         ("all workers are full", 1), ("no taint", 1), ("not listed", 7),
     ]  # fmt: skip
     assert fleet.open()["early"].phase == "queued"
-
-
-def test_memory_holds_the_requests_of_the_window_only(
-    fleet: MadeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_view, "MAX_ENDED", 10)
-    epoch = fleet.register("w1")
-    fleet.ask("open")
-    fleet.assign("open", epoch)
-    for number in range(50):
-        fleet.ask(f"r{number}", number)
-        fleet.append(LEDGER, Finished(**fleet.assign(f"r{number}", epoch), code="stop"), number)
-    assert list(fleet.view.requests) == ["open", *(f"r{n}" for n in range(40, 50))]
-    fleet.append(CAPACITY, RouterCapacity(router="r1"), WINDOW_MS + 100)
-    assert list(fleet.view.requests) == ["open"]
-    fleet.append(CAPACITY, RouterCapacity(router="r1"), 2 * 3_600_000)
-    assert fleet.view.requests == {}
-
-
-def test_request_that_was_dropped_after_its_end_is_not_open(
-    fleet: MadeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ledger may be read before the requests: they are topics of their own."""
-    monkeypatch.setattr(fleet_view, "MAX_ENDED", 2)
-    epoch = fleet.register("w1")
-    runs = [fleet.assign(f"r{number}", epoch, -500) for number in range(5)]
-    for number, run in enumerate(runs):
-        fleet.append(LEDGER, Finished(**run, code="stop"), -number)
-    assert list(fleet.view.requests) == ["r0", "r1"], "the last ones by their end"
-    assert fleet.view.left_out == 3
-    fleet.append(LEDGER, Finished(**runs[4], code="stop"))
-    for number in range(5):
-        fleet.ask(f"r{number}", -1000)
-    assert fleet.open() == {}
-    assert list(fleet.ended()) == ["r0", "r1"]

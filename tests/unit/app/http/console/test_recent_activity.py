@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlane.app.audit.fleet.fleet_view import RequestFacts
+from kvlane.app.audit.fleet.request_facts import RequestFacts
 from kvlane.app.http.console.recent_activity import (
     BUCKET_MS,
     MAX_BUCKETS,
