@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
-from kvlane.app.local.processes import ManagedProcess
+
+class ChildProcess(Protocol):
+    @property
+    def pid(self) -> int: ...
 
 
-def cpu_time_s(process: ManagedProcess) -> float:
+def cpu_time_s(process: ChildProcess) -> float:
     """The time of all threads, counted in 10 ms; nan where /proc has no entry."""
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_text("ascii")
@@ -18,7 +22,7 @@ def cpu_time_s(process: ManagedProcess) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def resident_bytes(process: ManagedProcess) -> int:
+def resident_bytes(process: ChildProcess) -> int:
     """The resident memory; 0 where /proc has no entry, or after the process has ended."""
     try:
         pages = Path(f"/proc/{process.pid}/statm").read_text("ascii").split()

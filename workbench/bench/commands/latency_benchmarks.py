@@ -32,8 +32,8 @@ def router_latency() -> Benchmark:
 def observers() -> Benchmark:
     """CPU of the router while the console and `kvlane top` look at it: 64 workers, 500 requests/s.
 
-    Rounds alone and with both, in turns, on Kafka; then the console's memory while its page stays
-    open. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    Rounds alone and with both, in turns, on Kafka; then the growth of the memory of both, once what
+    they keep by number is full. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
     from workbench.bench.routing.observers import FULL, QUICK, bench_observers
 

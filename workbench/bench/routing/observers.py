@@ -6,7 +6,8 @@ load.
                                                          └──► kvlane top, on a terminal of its own
 
 The rounds take turns: the router alone, and with both observers. `page` asks for the data of four
-views once a second, as a browser asks for those of one.
+views once a second, as a browser asks for those of one. Then the memory of both is measured, once
+the parts that are kept by number are full (`FILL_S`; the quick form does not wait for that).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import os
 import pty
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from statistics import median
@@ -24,11 +26,11 @@ from typing import Any, NamedTuple
 import httpx
 
 from kvlane.app.http.console.console_endpoint import console_files
-from kvlane.app.local.processes import ManagedProcess, free_port, process_command
+from kvlane.app.local.processes import free_port, process_command
 from kvlane.app.settings import Settings
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from workbench.bench.process_usage import resident_bytes
-from workbench.bench.report import Report, at_most, figure, none_of
+from workbench.bench.process_usage import ChildProcess, cpu_time_s, resident_bytes
+from workbench.bench.report import Report, Threshold, at_most, figure, none_of
 from workbench.bench.routing.router_latency import WARM_UP_RATE
 from workbench.bench.routing.router_load import (
     RouterLatencyRound,
@@ -40,36 +42,43 @@ from workbench.bench.routing.router_load import (
 from workbench.bench.streaming.baseline_kafka import BareProducer
 
 RATE = 500
-MAX_EXTRA_CPU, MAX_PAGE_KB, MAX_GROWTH_MB = 0.03, 200, 5
+MAX_EXTRA_CPU, MAX_PAGE_KB, MAX_GROWTH_MB = 0.03, 200, 3
 VIEWS = ("fleet", "requests?shown=open", "decisions", "queue")
 ALONE, OBSERVED = "alone", "observed"
+FILL_S = 150.0
+"""Time in which the bounds of `request_facts.py` and `drift.py` in number are reached at RATE."""
 
 
 class ObserversScale(NamedTuple):
-    """Amount of work: rounds of each kind, seconds of a round, and seconds that the page is open
-    before its gateway's memory counts, and while it does."""
+    """Amount of work: rounds of each kind, seconds of a round, and seconds that the observers run
+    before their memory counts, and while it does."""
 
     rounds: int
     round_s: float
+    fill_s: float
     open_s: float
 
 
-QUICK = ObserversScale(1, 8.0, 10.0)
-FULL = ObserversScale(3, 15.0, 60.0)
+QUICK = ObserversScale(1, 8.0, 20.0, 12.0)
+FULL = ObserversScale(3, 15.0, FILL_S, 60.0)
 
 
-class PageUse(NamedTuple):
-    """Answers of the console, and the resident bytes of its gateway at the begin and the end."""
+class MemoryUse(NamedTuple):
+    """Resident bytes of a process: the medians of the first and the last sixth of some time."""
 
-    answers: int
-    failed: int
-    begin_bytes: int
-    end_bytes: int
+    begin_bytes: float
+    end_bytes: float
 
 
 class ObserversFigures(NamedTuple):
+    """`cpu_shares`: of a core, by observer, in each round beside both. `memory`: by observer, in
+    `scale.open_s`."""
+
     rounds: dict[str, list[RouterLatencyRound]]
-    page: PageUse
+    cpu_shares: dict[str, list[float]]
+    memory: dict[str, MemoryUse]
+    scale: ObserversScale
+    failed_answers: int
     screen_bytes: int
 
 
@@ -126,24 +135,27 @@ class ObserversBench:
         await self._play(scale.open_s, WARM_UP_RATE)
         progress(1 / steps)
         rounds: dict[str, list[RouterLatencyRound]] = {ALONE: [], OBSERVED: []}
+        cpu_shares: dict[str, list[float]] = {}
         for _ in range(scale.rounds):
             rounds[ALONE].append(await self._play(scale.round_s))
             progress(1 / steps)
             async with self._observers() as page:
                 await page.use(5.0)  # each starts, and reads the log up to now
+                before, began_s = page.cpu_s(), time.monotonic()
                 rounds[OBSERVED].append(await self._with(page, scale.round_s))
+                for name, cpu_s in page.cpu_s().items():
+                    share = (cpu_s - before[name]) / (time.monotonic() - began_s)
+                    cpu_shares.setdefault(name, []).append(share)
             progress(1 / steps)
         async with self._observers() as page:
+            await self._with(page, scale.fill_s)
+            page.resident.clear()
             await self._with(page, scale.open_s)
-            begin_bytes = resident_bytes(page.gateway)
-            answers = page.answers
-            await self._with(page, scale.open_s)
-            used = PageUse(
-                page.answers - answers, page.failed, begin_bytes, resident_bytes(page.gateway)
-            )
         progress(1 / steps)
-        print_line(f"{used.answers} answers of the console, {self._screen_bytes} bytes of top")
-        return ObserversFigures(rounds, used, self._screen_bytes)
+        print_line(f"{page.answers} answers of the console, {self._screen_bytes} bytes of top")
+        return ObserversFigures(
+            rounds, cpu_shares, page.memory(), scale, page.failed, self._screen_bytes
+        )
 
     async def _play(self, seconds: float, rate: float = RATE) -> RouterLatencyRound:
         return await self._side.play_round(self._prompts.requests(int(rate * seconds)), rate)
@@ -178,7 +190,7 @@ class ObserversBench:
         reading = asyncio.create_task(asyncio.to_thread(self._read_screen, screen))
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-                yield ConsolePage(client, gateway)
+                yield ConsolePage(client, {"gateway": gateway, "top": top})
                 if top.returncode is not None:
                     raise RuntimeError(f"kvlane top ended with {top.returncode}")
         finally:
@@ -195,13 +207,26 @@ class ObserversBench:
 
 
 class ConsolePage:
-    """A page that stays open: it asks for VIEWS once a second."""
+    """A page that stays open: it asks for VIEWS once a second. `resident`: the memory of all
+    observers, by name, each time."""
 
-    def __init__(self, client: httpx.AsyncClient, gateway: ManagedProcess) -> None:
+    def __init__(self, client: httpx.AsyncClient, observers: dict[str, ChildProcess]) -> None:
         self._client = client
-        self.gateway = gateway
+        self._observers = observers
         self.answers = 0
         self.failed = 0
+        self.resident: list[dict[str, int]] = []
+
+    def cpu_s(self) -> dict[str, float]:
+        return {name: cpu_time_s(each) for name, each in self._observers.items()}
+
+    def memory(self) -> dict[str, MemoryUse]:
+        part = max(1, len(self.resident) // 6)
+        first, last = self.resident[:part], self.resident[-part:]
+        return {
+            name: MemoryUse(median(r[name] for r in first), median(r[name] for r in last))
+            for name in self._observers
+        }
 
     async def use(self, seconds: float) -> None:
         until = asyncio.get_running_loop().time() + seconds
@@ -210,6 +235,9 @@ class ConsolePage:
                 answer = await self._client.get(f"/console/api/{view}", timeout=30.0)
                 self.answers += 1
                 self.failed += not answer.is_success
+            self.resident.append(
+                {name: resident_bytes(each) for name, each in self._observers.items()}
+            )
             await asyncio.sleep(1.0)
 
 
@@ -228,14 +256,29 @@ def observers_report(figures: ObserversFigures) -> Report:
     ]
     alone, observed = (median(r.cpu_us for r in rounds) for rounds in figures.rounds.values())
     page_kb = sum(len(content) for content, _ in console_files().values()) / 1000
-    growth_mb = (figures.page.end_bytes - figures.page.begin_bytes) / 1e6
     thresholds = [
         at_most("CPU of the router beside observers, more", observed / alone - 1, "x",
             MAX_EXTRA_CPU),
         at_most("files of the console", page_kb, "kB", MAX_PAGE_KB),
-        at_most("memory of its gateway, growth", growth_mb, "MB", MAX_GROWTH_MB),
-        figure("memory of its gateway", figures.page.end_bytes / 1e6, "MB"),
+        *(growth_of(name, use, figures.scale) for name, use in figures.memory.items()),
+        *(
+            figure(f"memory of {name}", use.end_bytes / 1e6, "MB")
+            for name, use in figures.memory.items()
+        ),
+        *(
+            figure(f"CPU of {name}", median(shares), "of a core")
+            for name, shares in figures.cpu_shares.items()
+        ),
         figure("output of top", figures.screen_bytes / 1000, "kB"),
-        none_of("failed answers of the console", figures.page.failed, "answers"),
+        none_of("failed answers of the console", figures.failed_answers, "answers"),
     ]  # fmt: skip
     return Report("observers", rows, thresholds)
+
+
+def growth_of(name: str, use: MemoryUse, scale: ObserversScale) -> Threshold:
+    """With a limit only after the time in which what is kept by number is full."""
+    what = f"memory of {name}, growth in {scale.open_s:g} s"
+    growth_mb = (use.end_bytes - use.begin_bytes) / 1e6
+    if scale.fill_s < FILL_S:
+        return figure(f"{what} while it fills", growth_mb, "MB")
+    return at_most(what, growth_mb, "MB", MAX_GROWTH_MB)
