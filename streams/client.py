@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvlane.streams.clock import Clock, retry_while_unavailable
-from kvlane.streams.errors import LogClosed
+from kvlane.streams.errors import BeyondEnd, LogClosed
 from kvlane.streams.ids import RequestIds, new_request_id
 from kvlane.streams.ports import Log
 from kvlane.streams.prompt import Prompt, encode_prompt
@@ -78,6 +78,7 @@ class Client:
         BrokerUnavailable: no broker answers within the time limit; try again.
         LogClosed: the client or its log was closed.
         PositionLost, NotFound: the reply is no longer retained, or there was none.
+        BeyondEnd: the reply has ended before the position to read it from.
 
     Example:
         log = KafkaLog(KafkaConnection("127.0.0.1:9092", "my-program"))
@@ -166,23 +167,29 @@ class Client:
         piece; for other pieces see `Position` (`streams/responses/transcript.py`). Leave the loop
         to stop early. Raises TimeoutError if the end does not come in time (stream again);
         PositionLost if the beginning is no longer in the log; NotFound if there was none;
-        NewerRecord, BrokerUnavailable, LogClosed.
+        BeyondEnd if the reply ends before `from_token`; NewerRecord, BrokerUnavailable, LogClosed.
         """
         deadline = self._clock.now() + timeout_s
         reply = await self._claim(request_id, deadline, from_token)
-        position, received = Position(), from_token
+        position, received = Position(), 0
         try:
             while True:
                 try:
                     piece = await reply.next_piece(deadline - self._clock.now())
                 except TimeoutError as e:
                     raise TimeoutError(
-                        f"{request_id}: no end within {timeout_s:g} s, {received} tokens so far"
+                        f"{request_id}: no end within {timeout_s:g} s, "
+                        f"{max(received, from_token)} tokens so far"
                     ) from e
+                if isinstance(piece, Chunk):
+                    received = position.pass_over(piece)
+                if received < from_token and _is_whole(piece):
+                    raise BeyondEnd(
+                        f"{request_id} has ended at position {received}, before {from_token}"
+                    )
                 if isinstance(piece, End):
                     yield piece
                     return
-                received = position.pass_over(piece)
                 if (rest := rest_after(piece, received, from_token)) is not None:
                     yield rest
                 if piece.finish_reason is not None:
@@ -255,3 +262,10 @@ class Client:
         if self._replies is None:
             raise LogClosed("the client was not started")
         return self._replies
+
+
+def _is_whole(piece: Chunk | End) -> bool:
+    """True for the last piece of an answer that has not failed."""
+    if isinstance(piece, End):
+        return piece.code in ("stop", "length")
+    return piece.finish_reason not in (None, "error", "cancelled")

@@ -12,6 +12,7 @@
     │   └── RecordTooLarge    above max.message.bytes
     ├── AppendFailed          no acknowledgement: the record may or may not be in the log
     ├── PositionLost          a reader's position is outside the log
+    ├── BeyondEnd             an answer has ended before the position to read it from
     ├── NotFound              the log is complete, and has no record of the request
     ├── NothingToSkip         a position that holds no record which readers stop at
     ├── OwnershipLost         a commit for a partition that this member no longer owns
@@ -122,6 +123,12 @@ class PositionLost(StreamError):
     def __init__(self, topic: str, partition: int, wanted: int, start: int) -> None:
         super().__init__(f"{topic}[{partition}]: wanted offset {wanted}, the log starts at {start}")
         self.topic, self.partition, self.wanted, self.start = topic, partition, wanted, start
+
+
+class BeyondEnd(StreamError):
+    """An answer has ended before the position from which it was to be read."""
+
+    correction = "Check the id and the position: it is the one after the last received piece."
 
 
 class NotFound(StreamError):

@@ -103,8 +103,9 @@ def demo(
 
     - `kvlane demo --disaggregated`
     """
-    from kvlane.app.settings import Settings
+    from kvlane.app.settings import settings_for_writing
 
+    settings = settings_for_writing()
     try:
         from kvlane.app.demo.demo_run import run_demo as run
         from kvlane.app.demo.demo_run import run_vllm_demo
@@ -113,12 +114,12 @@ def demo(
 
     console = Console()
     if engine == "vllm":
-        if not run_vllm_demo(Settings(), console, broker, prefill_workers=int(disaggregated)):
+        if not run_vllm_demo(settings, console, broker, prefill_workers=int(disaggregated)):
             raise typer.Exit(1)
         return
     if not prompts and sys.stdin.isatty():
         prompts = _prompt_lines(console)
-    if not run(Settings(), prompts or [], console, broker, prefill_workers=int(disaggregated)):
+    if not run(settings, prompts or [], console, broker, prefill_workers=int(disaggregated)):
         raise typer.Exit(1)
 
 

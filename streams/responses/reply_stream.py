@@ -100,6 +100,8 @@ class Reply:
         self._after = after
         self._position = Position()
         self._model = ""
+        self._left_out: Chunk | None = None
+        """The last of the Chunks that were left out, while no other one was put."""
         self._pieces: deque[Chunk | End] = deque()
         self._merge_at = 0
         """Twice the pieces that the last merge left: the next one has to be worth its time."""
@@ -254,9 +256,14 @@ class Reply:
         if self._after and isinstance(piece, Chunk):
             if self._is_known(piece):
                 self._model = self._model or piece.model
+                self._left_out = piece
                 return
+            self._left_out = None
             if self._model:
                 piece, self._model = replace(piece, model=piece.model or self._model), ""
+        if self._left_out is not None:  # an End has no position: this Chunk shows it
+            known, self._left_out, self._after = self._left_out, None, 0
+            self._put(known)
         if self._sink is not None and self._pass_on(self._sink, piece):
             return
         if len(self._pieces) >= max(MAX_PENDING_PIECES, self._merge_at):

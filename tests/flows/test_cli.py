@@ -268,9 +268,12 @@ def test_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr.startswith("error: KVLANE_LANES=many: ")
 
 
-def test_up_refuses_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_command_that_makes_topics_refuses_a_misspelt_variable(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     monkeypatch.setenv("KVLANE_REPLICATON_FACTOR", "3")
-    result = kvlane("up", "--broker", "env")
+    result = kvlane(command, "--broker", "env")
     assert result.exit_code == 1
     assert "did you mean KVLANE_REPLICATION_FACTOR?" in result.stderr
 

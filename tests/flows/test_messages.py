@@ -191,9 +191,10 @@ async def test_stream_resumed_after_any_event_has_the_rest() -> None:
                 resumed = await http.get(f"/v1/streams/{stream_id}?form=message&from={number}")
                 known = known_events(whole, number)
                 assert joined(known + events_of(resumed.text)) == joined(whole)
-            late = await http.get(f"/v1/streams/{stream_id}?form=message&from=9999")
-            assert "before the one to go on from" in late.text
-            again = await http.get(f"/v1/streams/{stream_id}?form=message&stream=false")
+            for query in ("", "&stream=false"):
+                late = await http.get(f"/v1/streams/{stream_id}?form=message&from=9999{query}")
+                assert "before the one to go on from" in late.text
+            again = await http.get(f"/v1/streams/{stream_id}?form=message&stream=false&from=9")
             kinds = [block["type"] for block in again.json()["content"]]
             assert kinds == ["thinking", "tool_use", "tool_use"]
 

@@ -17,13 +17,14 @@ import pytest
 
 from kvlane.streams.client import Client
 from kvlane.streams.codecs import pack_tokens
-from kvlane.streams.records import Chunk, Fence, LogProb, PassthroughDelta
+from kvlane.streams.errors import BeyondEnd
+from kvlane.streams.records import Chunk, End, Fence, LogProb, PassthroughDelta
 from kvlane.streams.responses import reply_stream
 from kvlane.streams.responses.transcript import Position
 from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from tests.reply_harness import connect, publish
+from tests.reply_harness import Worker, connect, publish, read
 
 SMALL_BOUND = 6
 """Buffered pieces, instead of MAX_PENDING_PIECES, where a test resumes from every position."""
@@ -293,6 +294,36 @@ async def test_choices_of_a_stopping_gateway_resume_at_the_positions_that_it_nam
             for events in (answer.events[:-2], rest.events[:-1], whole.events[:-1])
         ]
         assert sent + got == due
+
+
+@pytest.mark.parametrize("end", ["with text", "without text", "of a router"])
+@scenario_test
+async def test_reader_of_all_text_gets_the_finish_reason(world: MemoryWorld, end: str) -> None:
+    """Its position does not show whether it has the last event."""
+    harness = await GatewayHarness.with_card(world)
+    answer = harness.chat("hello", {"x-kvlane-detach": "true"}, stream=True)
+    (request,) = await harness.published()
+    worker = Worker(world, request.id)
+    worker.write("he")
+    worker.write("llo", "stop" if end == "with text" else None)
+    if end == "without text":
+        worker.write("", "stop")
+    elif end == "of a router":
+        worker.append(End(id=request.id, code="stop"))
+    await answer.wait_done()
+    client = await connect(world)
+    for position in (5, 4, 2):
+        url = f"/v1/streams/{request.id}?from={position}"
+        rest = await harness.send("GET", url).wait_done()
+        (*_, last, done) = rest.events
+        assert (rest.status, rest.text, done) == (200, "" if position == 5 else "llo", "[DONE]")
+        assert last["choices"][0]["finish_reason"] == "stop"
+        *_, piece = await read(client, request.id, position)
+        assert piece.code == "stop" if isinstance(piece, End) else piece.finish_reason == "stop"
+    beyond = await harness.send("GET", f"/v1/streams/{request.id}?from=6").wait_done()
+    assert "ended at position 5" in beyond.error["message"]
+    with pytest.raises(BeyondEnd, match="position 5"):
+        await read(client, request.id, 6)
 
 
 def log_probs_of(content: bytes) -> list[tuple[list[int] | None, list[Any]]]:

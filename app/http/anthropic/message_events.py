@@ -38,7 +38,7 @@ class MessageEncoder(ItemEncoder):
     def encode_failure(self, failure: ApiError) -> bytes:
         return b"event: error\ndata: %b\n\n" % failure.message_body()
 
-    def whole(self) -> JsonObject:
+    def whole_answer(self) -> JsonObject:
         return self._message([self._block(item) for item in self.items.items]) | {
             **self._stop(),
             "usage": self._usage(),

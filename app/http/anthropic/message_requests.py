@@ -20,6 +20,7 @@ from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
 from kvlane.app.preprocess.requests.nvext import (
     SHORT_LIST,
+    ModelName,
     Name,
     NullableModel,
     NvExt,
@@ -177,7 +178,7 @@ class OutputConfig(StrictModel):
 class CountBody(StrictModel):
     """The fields that make the prompt."""
 
-    model: Text = ""
+    model: ModelName = ""
     messages: Annotated[
         list[MessageTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     ]

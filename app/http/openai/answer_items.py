@@ -209,6 +209,13 @@ class ItemEncoder:
         self._number = max(self._number, self._from) + 1
         return events + self._framed(event)
 
+    def whole(self) -> JsonObject:
+        """As `AnswerEncoder.whole`. Raises ApiError if the answer ends before a position."""
+        whole = self.whole_answer()
+        if self._from:
+            self.encode_ending()
+        return whole
+
     def resume_query(self) -> str:
         return f"from={max(self._number, self._from)}&form={self.form}"
 
@@ -250,6 +257,10 @@ class ItemEncoder:
         )
 
     # --- of the form -----------------------------------------------------------------------------
+
+    def whole_answer(self) -> JsonObject:
+        """The answer as one object."""
+        raise NotImplementedError
 
     def first_events(self) -> Sequence[JsonObject]:
         """The events before all items."""

@@ -54,8 +54,8 @@ class ResponseEncoder(ItemEncoder):
         error = {"code": failure.code, "message": failure.message} if status == "failed" else None
         return self._response(status) | {"error": error, "output": self._output("incomplete")}
 
-    def whole(self) -> JsonObject:
-        """As `AnswerEncoder.whole`; of an answer that has not ended, the part so far."""
+    def whole_answer(self) -> JsonObject:
+        """As `ItemEncoder.whole_answer`; of an answer that has not ended, the part so far."""
         status, details = self._end()
         return self._response(status) | {
             "output": self._output(status),
@@ -89,7 +89,7 @@ class ResponseEncoder(ItemEncoder):
         return event | ({"logprobs": []} if item.kind == "text" else {})
 
     def last_events(self) -> Sequence[JsonObject]:
-        whole = self.whole()
+        whole = self.whole_answer()
         return [{"type": f"response.{whole['status']}", "response": whole}]
 
     def with_number(self, event: JsonObject, number: int) -> JsonObject:

@@ -17,7 +17,15 @@ from pydantic_core import PydanticCustomError
 
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
-from kvlane.app.preprocess.requests.nvext import SHORT_LIST, Name, NvExt, Object, StrictModel, Text
+from kvlane.app.preprocess.requests.nvext import (
+    SHORT_LIST,
+    ModelName,
+    Name,
+    NvExt,
+    Object,
+    StrictModel,
+    Text,
+)
 from kvlane.app.preprocess.requests.request_models import (
     MAX_MESSAGES,
     PARTS_LIST,
@@ -175,7 +183,7 @@ class ResponseText(StrictModel):
 class ResponsesBody(StrictModel):
     """The request for a response."""
 
-    model: Text = ""
+    model: ModelName = ""
     input: Annotated[
         list[Item],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),

@@ -148,6 +148,7 @@ def _not_offered(value: Any) -> Any:
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+ModelName = Annotated[Text, BeforeValidator(lambda name: "" if name is None else name)]
 Token = Annotated[int, Field(ge=0, le=U32)]
 TokenIds = Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS), WrapValidator(_tokens)]
 Object = Annotated[dict[str, Any], Field(max_length=MAX_NAMES)]

@@ -28,6 +28,7 @@ from kvlane.app.preprocess.requests.nvext import (
     I32,
     MAX_NAMES,
     SHORT_LIST,
+    ModelName,
     Name,
     NvExt,
     Object,
@@ -170,7 +171,7 @@ class StructuredOutputs(StrictModel):
 
 
 class GenerationBody(StrictModel):
-    model: Text = ""
+    model: ModelName = ""
     max_tokens: Limit | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=I32)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -405,7 +406,7 @@ class TokensBody(GenerationBody):
 
 
 class PassthroughBody(StrictModel):
-    model: Text = ""
+    model: ModelName = ""
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -419,7 +420,7 @@ class PassthroughBody(StrictModel):
 class EmbeddingBody(StrictModel):
     """The OpenAI request for embeddings. `input`: texts and lists of tokens."""
 
-    model: Text = ""
+    model: ModelName = ""
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, le=2**16)
