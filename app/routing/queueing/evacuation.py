@@ -135,8 +135,10 @@ class Evacuation:
         )  # fmt: skip
         if isinstance(rows, NotEligible):
             return False
-        able = frozenset(row.worker_rank.worker for row in rows if can_continue(row.card, request))
-        workers = able.difference(failed)
+        members = [self._fleet.members.get(run_id.worker) for run_id in state.runs]
+        now_at = [member.card for member in members if member is not None]
+        able = (row for row in rows if can_continue(row.card, request, now_at))
+        workers = frozenset(row.worker_rank.worker for row in able).difference(failed)
         taken = sum(
             move.is_batch == state.is_batch and not workers.isdisjoint(move.workers)
             for other, move in self._moving.items()

@@ -17,6 +17,7 @@ from kvlane.app.routing.state.active_load import ActiveLoad
 from kvlane.app.routing.state.fleet import Fleet, FleetMember, WorkerRank
 from kvlane.app.routing.state.performance import profile_from_card
 from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.text.answer_parsers import VLLM_TOOL_PARSERS
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.xxh3 import xxh3
 from kvlane.streams.record_base import ModelKind
@@ -29,6 +30,8 @@ MAX_POOLS = 256
 """Bound on cached pools; beyond it, all are made again."""
 MAX_NAMED = 3
 """Workers that a reason names."""
+VLLM = "vllm"
+"""Its name in the versions of a card."""
 
 _ROLES: dict[Phase, frozenset[Role]] = {
     "aggregated": frozenset({"aggregated", "decode"}),
@@ -150,7 +153,7 @@ class CandidatePools:
             has_curves=all(row.card.config.curve is not None for row in rows),
             has_prefill_role=any(row.card.role == "prefill" for row in rows),
             has_decode_role=any(row.card.role == "decode" for row in rows),
-            is_mixed=len({(r.card.config.gives_tokens, r.card.parser_version) for r in rows}) > 1,
+            is_mixed=len({_continuation(row.card) for row in rows}) > 1,
             cordoned=cordoned,
         )
 
@@ -161,12 +164,24 @@ def can_take(card: WorkerCard, phase: Phase) -> bool:
     return card.role in _ROLES[phase] and (phase == "aggregated" or transfers)
 
 
-def can_continue(card: WorkerCard, request: Request) -> bool:
+def can_continue(card: WorkerCard, request: Request, earlier: Collection[WorkerCard] = ()) -> bool:
     """Whether a worker gives the rest of an answer as the first part: in tokens, and parsed by the
-    same rules."""
+    same rules. Where these are vLLM's, its release is that of a worker in `earlier`, which had the
+    answer; any, if none is known."""
     parsing = request.parsing
-    has_parser = parsing is None or card.parser_version == parsing.version
-    return card.config.gives_tokens and has_parser
+    if parsing is not None:
+        if card.parser_version != parsing.version:
+            return False
+        releases = {other.versions.get(VLLM) for other in earlier}
+        is_vllm = parsing.tools in VLLM_TOOL_PARSERS
+        if is_vllm and releases and card.versions.get(VLLM) not in releases:
+            return False
+    return card.config.gives_tokens
+
+
+def _continuation(card: WorkerCard) -> tuple[bool, int, str | None]:
+    """All of a card that `can_continue` reads."""
+    return card.config.gives_tokens, card.parser_version, card.versions.get(VLLM)
 
 
 def domain_taint(taints: Sequence[str], domain: str) -> str | None:
@@ -233,7 +248,7 @@ def filter_eligible(
         rows = [row for row in rows if rule.accepts(row)]
         if not rows:
             return _explain_empty(rule, request, phase, pin, fleet, own_rule)
-    rows = _preferred(rows, request if is_mixed else None, excluded)
+    rows = _preferred(rows, request if is_mixed else None, excluded, fleet)
     if full:
         rows = [row for row in rows if row.worker_rank[:2] not in full]
     if pool.has_load_limits:
@@ -244,11 +259,15 @@ def filter_eligible(
 
 
 def _preferred(
-    rows: Sequence[CandidateRow], continued: Request | None, excluded: Collection[str]
+    rows: Sequence[CandidateRow], continued: Request | None, excluded: Collection[str], fleet: Fleet
 ) -> Sequence[CandidateRow]:
     """The places that can continue an answer, and on which it has not failed, if there are such."""
     if continued is not None:
-        rows = [row for row in rows if can_continue(row.card, continued)] or rows
+        earlier = [fleet.members[worker].card for worker in excluded if worker in fleet.members]
+        for cards in (earlier, ()):
+            if able := [row for row in rows if can_continue(row.card, continued, cards)]:
+                rows = able
+                break
     if excluded:
         rows = [row for row in rows if row.worker_rank.worker not in excluded] or rows
     return rows

@@ -450,6 +450,42 @@ def test_steps_and_fences_do_not_change_the_parts(parsing: AnswerParsing) -> Non
         assert again == whole, (text, steps, fence)
 
 
+def test_rules_that_divide_an_answer_otherwise_give_other_numbers_of_characters() -> None:
+    """So a worker whose rules differ from those of the first one sees it (`UnfitReplay`)."""
+    rng = random.Random(9)
+    others = (
+        TOOLS, _with(BOTH, tools=""), _with(BOTH, in_reasoning=True), _with(BOTH, max_calls=1),
+        _with(BOTH, reasoning="seed_oss"), _with(BOTH, reasoning="glm45", in_reasoning=True),
+    )  # fmt: skip
+    seen = 0
+    for _ in range(100):
+        tokens = list(generated(rng).encode())
+        shown = counted_parts(BOTH, tokens)
+        for parsing in others:
+            here = counted_parts(parsing, tokens)
+            seen += here.parts != shown.parts
+            assert (here.parts == shown.parts) == (here[1:] == shown[1:]), (parsing, bytes(tokens))
+    assert seen > 100
+
+
+class CountedParts(NamedTuple):
+    """The parts of an answer that goes on, and the numbers that a continuing worker compares."""
+
+    parts: tuple[tuple[str, Any], ...]
+    chars: int
+    data_chars: int
+
+
+def counted_parts(parsing: AnswerParsing, tokens: Sequence[int]) -> CountedParts:
+    run, found, at = stream(parsing), list[tuple[str, Any]](), 0
+    piece = run.feed(tokens)
+    for item in piece.data:
+        found += [("content", piece.text[at : item.at]), ("delta", item.delta)]
+        at = item.at
+    found.append(("content", piece.text[at:]))
+    return CountedParts(joined(found), run.chars, data_chars(i.delta or {} for i in piece.data))
+
+
 def test_well_formed_answers_equal_a_plain_reading_of_the_whole_text() -> None:
     rng = random.Random(8)
     seen = 0

@@ -29,7 +29,7 @@ class EvacuationHarness:
 
     def __init__(self, routing: RoutingHarness) -> None:
         self.routing, self.unconfirmed = routing, ActiveLoad()
-        routing.worker("w1")
+        routing.worker("w1", parser_version=1, versions={"vllm": "0.32.0"})
         routing.worker("w2", max_runs=2)
         routing.registry(Cordon(worker="w1", evacuates=True))
         ledger = LedgerState(1000)
@@ -218,7 +218,11 @@ def test_parsed_answer_leaves_only_for_a_worker_with_its_parser(
     routing.worker("w2", parser_version=2)
     assert not harness.can_leave(parsing=parsing)
     assert harness.can_leave()
-    routing.worker("w3", parser_version=1)
+    routing.worker("w3", parser_version=1, versions={"vllm": "0.32.1"})
+    assert harness.can_leave(parsing=parsing)
+    parsing = AnswerParsing(tools="glm45", version=1)
+    assert not harness.can_leave(parsing=parsing), "another release of vLLM may read it otherwise"
+    routing.worker("w4", parser_version=1, versions={"vllm": "0.32.0"})
     assert harness.can_leave(parsing=parsing)
 
 

@@ -70,6 +70,31 @@ def test_begun_answer_goes_to_a_worker_that_can_continue_it(routing: RoutingHarn
     assert workers(has_output=True) == {"text", "other parser"}
 
 
+def test_answer_read_by_a_parser_of_vllm_goes_to_a_worker_with_its_release(
+    routing: RoutingHarness,
+) -> None:
+    for name, release in (("failed", "0.32.0"), ("newer", "0.33.0"), ("same", "0.32.0")):
+        routing.worker(name, parser_version=1, versions={"kvlane": name, "vllm": release})
+
+    def workers(tools: str, excluded: str = "failed") -> set[str]:
+        parsing = AnswerParsing(tools=tools, version=1)
+        request = Request(id="a", model="m", token_ids=TOKENS, parsing=parsing)
+        pool = routing.pools.pool("m", "aggregated")
+        rows = filter_eligible(
+            request, "aggregated", pool, routing.fleet, excluded={excluded}, has_output=True
+        )
+        assert not isinstance(rows, NotEligible)
+        return {row.worker_rank.worker for row in rows}
+
+    assert workers("glm45") == {"same"}
+    assert workers("hermes") == {"newer", "same"}, "these rules are those of kvlane"
+    assert workers("glm45", "gone") == {"failed", "newer", "same"}
+    routing.event(Lost(worker="failed", epoch=routing.epochs["failed"]))
+    assert workers("glm45") == {"same"}, "the card of a dead worker is known"
+    routing.event(Lost(worker="same", epoch=routing.epochs["same"]))
+    assert workers("glm45") == {"newer"}
+
+
 def test_worker_is_eligible_again_as_soon_as_its_heartbeats_resume(routing: RoutingHarness) -> None:
     routing.worker("w1")
     assert isinstance(routing.plan(now_ms=1500 + TIMEOUT_MS), Placement)
