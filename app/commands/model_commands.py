@@ -62,6 +62,7 @@ def alias(
     The requests of a session stay with one model, else those of a user, and a change of a weight
     moves no others than it must. The share of a model without a worker goes to the others. One
     of weight 0 serves only while none with a weight can; a single model needs no weight.
+    The name may be that of a model, also of one of these, so clients need no other name.
 
     Examples:
 
@@ -70,6 +71,8 @@ def alias(
     - `kvlane models alias chat=llama-a:90,llama-b:10`
 
     - `kvlane models alias chat=llama-b:100,llama-a:0`
+
+    - `kvlane models alias llama-a=llama-a:90,llama-b:10`
     """
     found = parse_alias(definition)
     absent = asyncio.run(_alias(found))
@@ -88,13 +91,15 @@ def alias(
 
 @app.command()
 def unalias(name: Annotated[str, typer.Argument(metavar="NAME", help="The alias.")]) -> None:
-    """Remove an alias. Requests that have begun go on; new ones for the name are refused.
+    """Remove an alias. Requests that have begun go on; new ones for the name go to the model of
+    this name, and are refused if there is none.
 
     Example: `kvlane models unalias chat`
     """
-    found = asyncio.run(_unalias(name))
+    found, is_model = asyncio.run(_unalias(name))
     shown = escape_control(name)
-    typer.echo(f"the alias {shown} is removed" if found else f"there is no alias {shown}")
+    more = f": requests for it go to the model {shown}" if is_model else ""
+    typer.echo(f"the alias {shown} is removed{more}" if found else f"there is no alias {shown}")
 
 
 async def _alias(alias: ModelAlias) -> list[str]:
@@ -104,12 +109,12 @@ async def _alias(alias: ModelAlias) -> list[str]:
         return _absent(fleet, alias)
 
 
-async def _unalias(name: str) -> bool:
+async def _unalias(name: str) -> tuple[bool, bool]:
+    """Whether there was an alias, and is a model of this name."""
     async with connected_fleet() as (log, clock, fleet):
-        if name not in fleet.aliases:
-            return False
-        await end_order(log, clock, f"alias/{name}")
-        return True
+        if found := name in fleet.aliases:
+            await end_order(log, clock, f"alias/{name}")
+        return found, name in _known_models(fleet)
 
 
 def _absent(fleet: Fleet, alias: ModelAlias) -> list[str]:
@@ -160,30 +165,21 @@ def _check_names(alias: ModelAlias, models: Sequence[str]) -> None:
         raise BadAlias(f"{alias.name!r} has characters that cannot be printed")
     if twice := next((model for model in models if models.count(model) > 1), None):
         raise BadAlias(f"{twice!r} is given twice")
-    if alias.name in models:
-        raise BadAlias(f"{alias.name!r} cannot be an alias of itself")
 
 
 def check_alias(fleet: Fleet, alias: ModelAlias) -> None:
     """Compare an alias with the models of a fleet. Raises BadAlias."""
-    known = {*fleet.models, *(member.card.model for _, member in fleet.live_members())}
-    if alias.name in known:
-        raise BadAlias(
-            f"{alias.name!r} is the name of a model, which takes precedence",
-            correction="Give clients another name, which is an alias from the beginning.",
-        )
+    known = _known_models(fleet)
     models = [target.model for target in alias.targets]
     for model in models:
         if model not in known and model in fleet.aliases:
             raise BadAlias(f"{model!r} is an alias: an alias has models only")
         if model not in known:
             raise BadAlias(f"no model {model!r} is known: start a worker of it first")
-    if used_by := next((a.name for a in fleet.aliases.values() if _has(a, alias.name)), None):
-        raise BadAlias(f"{alias.name!r} is a model of the alias {used_by!r}")
     kinds = {fleet.models[model].kind if model in fleet.models else "tokens" for model in models}
     if len(kinds) > 1:
         raise BadAlias(f"the models take requests of different kinds: {', '.join(sorted(kinds))}")
 
 
-def _has(alias: ModelAlias, model: str) -> bool:
-    return any(target.model == model for target in alias.targets)
+def _known_models(fleet: Fleet) -> set[str]:
+    return {*fleet.models, *(member.card.model for _, member in fleet.live_members())}

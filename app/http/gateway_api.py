@@ -161,7 +161,7 @@ class ModelsEndpoint:
         return json_response({"object": "list", "data": list(map(_model, served))})
 
     async def model(self, request: Request) -> Response:
-        served = self._parts.served_models.model(request.path_params["name"])
+        served = self._parts.served_models.listed(request.path_params["name"])
         form = model_of if VERSION_HEADER in request.headers else _model
         return json_response(form(served))
 

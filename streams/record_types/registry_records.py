@@ -155,8 +155,8 @@ class AliasTarget(InternalRecord, frozen=True):
 
 
 class ModelAlias(InternalRecord, frozen=True):
-    """A second name of one or more models, by an operator's order. Key `alias/<name>`. A model of
-    the same name takes precedence."""
+    """A name of one or more models, by an operator's order. Key `alias/<name>`. It takes precedence
+    over a model of the same name, which may be a target."""
 
     name: str
     targets: tuple[AliasTarget, ...] = ()

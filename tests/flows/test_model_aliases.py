@@ -23,7 +23,6 @@ from kvlane.streams.records import (
     AliasTarget,
     Assigned,
     EngineConfig,
-    ModelAlias,
     ModelCard,
     Tombstone,
     WorkerCard,
@@ -148,6 +147,26 @@ async def test_switched_alias_is_that_of_the_next_request(world: MemoryWorld) ->
         await world.sleep(0.5)
         served.append((await house.chat(model="chat").wait_done()).headers[MODEL_HEADER])
     assert served == ["llama-a", "llama-b", "llama-a"]
+
+
+@scenario_test
+async def test_new_version_serves_under_the_name_of_the_model(world: MemoryWorld) -> None:
+    """Clients name the model all the time; Kafka prompts follow the same rule."""
+    house = await two_models(world)
+    await start_preprocessor(world)
+    served = []
+    for number, definition in enumerate(("", "llama-a=llama-b", "llama-a=llama-a:1,llama-b:0")):
+        if definition:
+            define(world, definition)
+            await world.sleep(0.5)
+        answer = await house.chat(model="llama-a").wait_done()
+        send_prompt(world, f"p{number}", model="llama-a")
+        await house.published(2 * number + 2)
+        assert answer.json["model"] == "llama-a"
+        of_prompt = of_models(house)[f"p{number}"]
+        served.append((answer.headers.get(MODEL_HEADER, "llama-a"), of_prompt))
+    assert served == [("llama-a",) * 2, ("llama-b",) * 2, ("llama-a",) * 2]
+    assert house.models() == ["llama-a", "llama-b"]
 
 
 @scenario_test
@@ -285,7 +304,6 @@ async def test_result_of_a_prompt_names_the_alias(world: MemoryWorld, topic: str
         ("chat=a:1000001", "give 0 to 1000000"),
         ("chat=a:0,b:0", "a weight above 0"),
         ("chat=a:1,a:2", "given twice"),
-        ("chat=chat", "alias of itself"),
         ("ch\udcff=a", "cannot be printed"),
         ("chat\n=a", "cannot be printed"),
         (f"chat={'m' * 201}", "more than 200 characters"),
@@ -316,7 +334,7 @@ def test_commands_define_show_and_remove_an_alias(monkeypatch: pytest.MonkeyPatc
         return result.exit_code, result.output
 
     for wrong, words in (
-        ("a=b", "is the name of a model"),
+        ("chat=chat", "no model 'chat' is known"),
         ("chat=nobody", "no model 'nobody' is known"),
         ("chat=a:1,c:1", "different kinds: chat, tokens"),
     ):
@@ -338,7 +356,11 @@ def test_commands_define_show_and_remove_an_alias(monkeypatch: pytest.MonkeyPatc
     assert "chat" in run()[1]
     assert run("unalias", "chat") == (0, "the alias chat is removed\n")
     assert run("unalias", "chat") == (0, "there is no alias chat\n")
+    assert run("alias", "a=a:90,b:10")[0] == 0
+    assert run("unalias", "a") == (0, "the alias a is removed: requests for it go to the model a\n")
     assert [decode(raw) for raw in broker.records(REGISTRY, 0)][3:] == [
-        ModelAlias(name="chat", targets=parse_alias("chat=a:90,b:10").targets),
+        parse_alias("chat=a:90,b:10"),
         Tombstone(key="alias/chat"),
+        parse_alias("a=a:90,b:10"),
+        Tombstone(key="alias/a"),
     ]

@@ -1,4 +1,6 @@
-"""Test of an alias that changes under load, on a real Kafka: over HTTP, and in prompts."""
+"""Test of aliases that change under load, on a real Kafka: over HTTP, and in prompts.
+
+Clients name an alias of two models, and one of the models, which an alias of its name replaces."""
 
 from __future__ import annotations
 
@@ -59,18 +61,18 @@ async def http(settings: Settings) -> AsyncIterator[openai.AsyncOpenAI]:
     await parts.stop()
 
 
-async def ask(http: openai.AsyncOpenAI) -> str:
+async def ask(http: openai.AsyncOpenAI, name: str = "chat") -> str:
     """The model that answers."""
     raw = await http.chat.completions.with_raw_response.create(
-        model="chat", messages=[{"role": "user", "content": "hi"}], max_tokens=2
+        model=name, messages=[{"role": "user", "content": "hi"}], max_tokens=2
     )
-    assert raw.parse().model == "chat"
-    return raw.headers["x-kvlane-model"]
+    assert raw.parse().model == name
+    return raw.headers.get("x-kvlane-model", name)
 
 
-async def ask_in_kafka(client: Client) -> str:
+async def ask_in_kafka(client: Client, name: str = "chat") -> str:
     """The id of an answered prompt."""
-    body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    body = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     prompt = Prompt(id=client.new_request_id(), body=body)
     await client.publish(prompt)
     assert (await client.result(prompt.id, WAIT_S)).finish_reason == "length"
@@ -81,17 +83,19 @@ async def models_of(log: KafkaLog, request_id: str) -> tuple[str, str]:
     """Model and alias of a request in the log."""
     timeline = await explain_request(log, SystemClock(), request_id)
     fields = next(step.fields for step in timeline.steps if step.name == "Request")
-    return fields["model"], fields["alias"]
+    return fields["model"], fields.get("alias", "")
 
 
 async def test_alias_switched_20_times_under_load_fails_no_request(
     settings: Settings, http: openai.AsyncOpenAI
 ) -> None:
-    served, ids, is_over = Counter[str](), list[str](), asyncio.Event()
+    served, replaced = Counter[str](), Counter[str]()
+    ids, is_over = list[str](), asyncio.Event()
 
     async def load(client: Client) -> None:
         while not is_over.is_set():
             served[await ask(http)] += 1
+            replaced[await ask(http, "llama-a")] += 1
             ids.append(await ask_in_kafka(client))
 
     clock, log = SystemClock(), open_log(settings, "test")
@@ -104,13 +108,23 @@ async def test_alias_switched_20_times_under_load_fails_no_request(
         for number in range(SWITCHES):
             alias = parse_alias(f"chat={MODELS[number % 2]}:1,{MODELS[1 - number % 2]}:0")
             await append_order(log, clock, "alias/chat", alias)
+            own = parse_alias(f"llama-a={MODELS[number % 2]}")
+            await append_order(log, clock, "alias/llama-a", own)
             await clock.sleep(PAUSE_S)
         is_over.set()
         await asyncio.gather(*loads)
-        assert min(served[model] for model in MODELS) > 0
+        assert min(counts[model] for counts in (served, replaced) for model in MODELS) > 0
         assert {(await models_of(log, name))[1] for name in ids[-4:]} == {"chat"}
         await kvlane("models", "alias", "chat=llama-b")
         await clock.sleep(SETTLE_S)
         assert await ask(http) == "llama-b"
         assert await models_of(log, await ask_in_kafka(client)) == ("llama-b", "chat")
+        assert await ask(http, "llama-a") == "llama-b"
+        request_id = await ask_in_kafka(client, "llama-a")
+        assert await models_of(log, request_id) == ("llama-b", "llama-a")
+        await kvlane("models", "unalias", "llama-a")
+        await clock.sleep(SETTLE_S)
+        assert await ask(http, "llama-a") == "llama-a"
+        request_id = await ask_in_kafka(client, "llama-a")
+        assert await models_of(log, request_id) == ("llama-a", "")
     await log.close()

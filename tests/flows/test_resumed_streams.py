@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvlane.app.commands.model_commands import parse_alias
 from kvlane.streams.client import Client
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.errors import BeyondEnd
 from kvlane.streams.records import Chunk, End, Fence, LogProb, PassthroughDelta
 from kvlane.streams.responses import reply_stream
 from kvlane.streams.responses.transcript import Position
-from kvlane.streams.topics import RESPONSES, lane_of
+from kvlane.streams.topics import REGISTRY, RESPONSES, lane_of
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker, connect, publish, read
@@ -368,6 +369,23 @@ async def test_rest_of_an_answer_has_its_log_probabilities(world: MemoryWorld, f
         rest = await other.send("GET", url, headers=headers).wait_done()
         rest_rows = [row for _, rows in log_probs_of(rest.content) for row in rows]
         assert sorted(map(str, seen + rest_rows)) == sorted(map(str, whole)), f"after {ids}"
+
+
+@scenario_test
+async def test_log_probabilities_for_an_alias_of_a_model_name_have_token_ids(
+    world: MemoryWorld,
+) -> None:
+    """The log of an answer has the name that was asked for: the model is not known."""
+    harness = await GatewayHarness.with_card(world)
+    answer = harness.chat("hello", logprobs=True, stream=True)
+    (request,) = await harness.published(1)
+    AnswerWriter(world, request.id, log_probs, 3).write()
+    await answer.wait_done()
+    world.append(REGISTRY, 0, parse_alias("demo=demo-2"), key="alias/demo")
+    await world.sleep(0.5)
+    rest = await harness.send("GET", f"/v1/streams/{request.id}?from=0").wait_done()
+    rows = [row for _, rows in log_probs_of(rest.content) for _, row in rows]
+    assert [row["token"] for row in rows] == ["token_id:0", "token_id:1"]
 
 
 # --- clients of Kafka -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ one of its targets is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -50,6 +50,7 @@ class ServedModels:
         self.aliases = ModelAliases(fleet, needs_prefill=needs_prefill)
         self._known: dict[str, None] = {}
         self._models: dict[str, ServedModel] = {}
+        self._listed: dict[str, ServedModel] = {}
         self._as_of: int | None = None
 
     def on_records(self, _: Partition, log_records: Sequence[LogRecord]) -> None:
@@ -63,22 +64,34 @@ class ServedModels:
             self._known.pop(next(iter(self._known)))
 
     def models(self) -> list[ServedModel]:
-        return list(self._present().values())
+        """What clients can name: an alias stands before the model of its name."""
+        self._refresh()
+        return list(self._listed.values())
+
+    def listed(self, name: str) -> ServedModel:
+        """The alias or model that a client names. Raises ApiError, as `model`."""
+        self._refresh()
+        return self._listed.get(name) or self.model(name)
+
+    def cards(self) -> Iterator[ModelCard]:
+        """The cards of the models that have files."""
+        self._refresh()
+        return (card for each in self._models.values() if (card := _files(each)))
 
     def model(self, name: str) -> ServedModel:
         """The model of this name. Raises ApiError: 404 for an unknown model, 503 for one that had a
         worker before, and for any name without a single worker: its workers may be starting."""
-        models = self._present()
+        self._refresh()
+        models = self._models
         if name in models:
             return models[name]
         if not models or name in self._known:
             message = f"no worker serves the model {quote_name(name)} at the moment"
             raise unavailable(message, "no_workers", "model")
-        raise ApiError(
-            HTTPStatus.NOT_FOUND, unknown_model(name, models), code="model_not_found", param="model"
-        )
+        message = unknown_model(name, self._listed)
+        raise ApiError(HTTPStatus.NOT_FOUND, message, code="model_not_found", param="model")
 
-    def _present(self) -> dict[str, ServedModel]:
+    def _refresh(self) -> None:
         position = self._fleet.position(Partition(REGISTRY, 0))
         if position is None or position != self._as_of:
             members: dict[str, list[FleetMember]] = {}
@@ -89,9 +102,8 @@ class ServedModels:
                 name: _served(name, members[name], cards.get(name)) for name in sorted(members)
             }
             aliases = [self._alias(each, self._models) for each in self.aliases.present()]
-            self._models |= {each.name: each for each in aliases if each is not None}
+            self._listed = self._models | {each.name: each for each in aliases if each}
             self._as_of = position
-        return self._models
 
     def _alias(self, alias: ModelAlias, models: Mapping[str, ServedModel]) -> ServedModel | None:
         """An alias as a model of the bounds that all targets have which get requests now, or wait
@@ -119,14 +131,15 @@ class ModelCatalog:
 
     def refresh(self) -> None:
         """Start loading new models, and drop those that are no longer served."""
-        self._loader.sync(card for m in self._served.models() if (card := _files(m)))
+        self._loader.sync(self._served.cards())
 
     async def model(self, kind: EndpointKind, name: str) -> Model:
-        """The model of a request. Raises ApiError, BadModel."""
+        """The model of a request, by its own name. Raises ApiError, BadModel."""
         if not name:
             raise invalid_request("model: is needed", "model")
         served = self._served.model(name)
-        if wrong := unsupported_kind(name, self._served.aliases.kind(name), kind):
+        takes = "tokens" if served.card is None else served.card.kind
+        if wrong := unsupported_kind(name, takes, kind):
             raise invalid_request(f"model: {wrong}", "model", code="model_not_supported")
         card = _files(served)
         if card is None:

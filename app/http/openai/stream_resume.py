@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import NamedTuple, get_args
 from urllib.parse import quote
@@ -146,10 +146,10 @@ class StreamResume:
 
     async def _spelling(self, kind: EndpointKind, model: str) -> TokenText:
         """The texts of tokens; their ids for a model that is not served, or has an alias."""
-        try:
-            return TokenText((await self._parts.catalog.model(kind, model)).token_bytes)
-        except (ApiError, PreprocessError):
-            return TokenText(lambda _: b"", as_ids=True)
+        if self._parts.served_models.aliases.find(model) is None:
+            with suppress(ApiError, PreprocessError):
+                return TokenText((await self._parts.catalog.model(kind, model)).token_bytes)
+        return TokenText(lambda _: b"", as_ids=True)
 
     def _resumed(self, request_id: str, *, begun: bool = False, after: int = 0) -> ResumedReply:
         if issued_ms(request_id) is None:

@@ -1,5 +1,8 @@
 """Aliases of models: the model that serves a request for an alias (`ModelAlias`). No clock, no I/O.
 
+A name that a client gives is an alias before it is a model; a target is always a model, so an alias
+of a model's name may list that model, and no alias leads to another one.
+
 A request gets its model once, where it gets its tokens, and its record has both names: so failover,
 renewals and every reader have the same model. The choice follows from the record of the alias, the
 targets with a worker, and a key of the request, by weighted rendezvous hashing: of a changed weight
@@ -30,27 +33,22 @@ class ModelAliases:
         self._fleet = fleet
         self._needs_prefill = needs_prefill
         self._served = frozenset[str]()
-        self._known = frozenset[str]()
         self._version = -1
 
     def find(self, name: object) -> ModelAlias | None:
-        """The alias of this name; None where a model has the name, or there is no target."""
+        """The alias of this name, whether or not a model has it too; None without a target."""
         alias = self._fleet.aliases.get(name) if isinstance(name, str) else None
-        if alias is None or not alias.targets:
-            return None
-        self._refresh()
-        return None if name in self._known else alias
+        return alias if alias is not None and alias.targets else None
 
     def present(self) -> Iterator[ModelAlias]:
         """The aliases that are in effect, by name."""
         return (alias for name in sorted(self._fleet.aliases) if (alias := self.find(name)))
 
     def kind(self, name: object) -> ModelKind:
-        """The kind of requests that a model or an alias takes; tokens by default."""
+        """The kind of requests that an alias or a model takes; tokens by default."""
         if (alias := self.find(name)) is not None:
-            name = alias.targets[0].model
-        card = self._fleet.models.get(name) if isinstance(name, str) else None
-        return "tokens" if card is None else card.kind
+            return self._model_kind(alias.targets[0].model)
+        return self._model_kind(name) if isinstance(name, str) else "tokens"
 
     def model(self, name: str, key: str) -> str:
         """The model of a request with a key: of an alias one of its targets, else the name."""
@@ -70,8 +68,12 @@ class ModelAliases:
 
     def _alike(self, alias: ModelAlias) -> Sequence[AliasTarget]:
         """The targets that take requests of the same kind as the first."""
-        kind = self.kind(alias.targets[0].model)
-        return [each for each in alias.targets if self.kind(each.model) == kind]
+        kind = self._model_kind(alias.targets[0].model)
+        return [each for each in alias.targets if self._model_kind(each.model) == kind]
+
+    def _model_kind(self, name: str) -> ModelKind:
+        card = self._fleet.models.get(name)
+        return "tokens" if card is None else card.kind
 
     def _refresh(self) -> None:
         fleet = self._fleet
@@ -80,8 +82,6 @@ class ModelAliases:
             self._served = frozenset(
                 m.card.model for m in members if m.card.id not in fleet.cordons
             )
-            live = (member.card.model for _, member in fleet.live_members())
-            self._known = frozenset({*live, *fleet.models})
             self._version = fleet.version
 
 

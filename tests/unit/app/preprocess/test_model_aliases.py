@@ -133,8 +133,29 @@ def test_alias_is_listed_as_its_models_are_while_all_their_workers_are_cordoned(
     assert [each.name for each in served.models()] == ["a", "b", "c", "chat"]
 
 
-def test_model_of_the_same_name_takes_precedence() -> None:
-    assert models_of(alias(a=1), ModelCard(name="chat")) == {"chat"}
+def test_alias_precedes_the_model_of_its_name_and_may_list_it() -> None:
+    model = ModelCard(name="chat")
+    assert models_of(model, alias(a=1)) == {"a"}
+    assert models_of(model, alias(chat=1)) == {"chat"}
+    assert models_of(model, alias(a=1), Tombstone(key="alias/chat")) == {"chat"}
+
+
+def test_target_is_a_model_even_if_an_alias_has_its_name() -> None:
+    own = ModelAlias(name="a", targets=tuple(targets(b=1, a=0)))
+    kinds = [ModelCard(name="a", kind="chat"), ModelCard(name="b", kind="chat")]
+    aliases = ModelAliases(fleet_of(own, alias(a=1, c=1), *kinds))
+    assert {aliases.model("chat", key) for key in FEW_KEYS} == {"a"}, "c takes another kind"
+    assert aliases.model("a", "key") == "b"
+
+
+def test_alias_of_a_model_name_is_listed_once_and_hides_no_card() -> None:
+    own = ModelAlias(name="a", targets=tuple(targets(b=1, a=1)))
+    served = ServedModels(fleet_of(own, ModelCard(name="a", checksum="x")))
+    assert [each.name for each in served.models()] == ["a", "b", "c"]
+    card = served.model("a").card
+    assert card is not None
+    assert card.checksum == "x"
+    assert served.listed("a").card is None
 
 
 @pytest.mark.parametrize(
