@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticSerializationError
 
 from kvlane.streams.codecs import TYPE_HEADER
+from kvlane.streams.errors import RecordError
 from kvlane.streams.ids import TENANT_PATTERN
 from kvlane.streams.ports import Entry, Headers, Record
 from kvlane.streams.record_base import ServiceClass
@@ -128,6 +130,9 @@ def with_append_time(headers: Headers, at_ms: int) -> Headers:
 
 
 def encode_prompt(prompt: Prompt) -> Entry:
-    """The log entry of a prompt. Other publishers may omit the header."""
-    value = prompt.model_dump_json(exclude_defaults=True)
+    """The log entry of a prompt. Other publishers may omit the header. Raises RecordError."""
+    try:
+        value = prompt.model_dump_json(exclude_defaults=True)
+    except PydanticSerializationError as e:
+        raise RecordError(f"the prompt is no JSON, or nested too deep: {e}") from None
     return Entry(prompt.id.encode(), value.encode(), ((TYPE_HEADER, b"Prompt"),))

@@ -202,5 +202,6 @@ def to_json_types(record: Any) -> dict[str, Any]:
     if isinstance(record, msgspec.Struct):
         fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
     else:
-        fields = record.model_dump(mode="json", exclude_defaults=True)
+        given = record.model_fields_set  # `model_dump` has a limit of depth
+        fields = {name: value for name, value in record if name in given}
     return fields

@@ -20,7 +20,7 @@ from kvlane.app.batches.file_store import FileStore
 from kvlane.app.batches.job_output import JobOutput, failure_line
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import PART_BYTES
-from kvlane.streams.errors import RecordTooLarge
+from kvlane.streams.errors import RecordError, RecordTooLarge
 from kvlane.streams.ports import Entry, Log
 from kvlane.streams.prompt import Prompt, encode_prompt, with_append_time
 from kvlane.streams.record_publisher import RecordPublisher
@@ -224,6 +224,9 @@ class JobPrompts:
         except ValidationError as e:
             message = "; ".join(problem["msg"] for problem in e.errors(include_url=False))
             self._fail(index, custom_id, "invalid_request", message)
+            return None
+        except RecordError as e:
+            self._fail(index, custom_id, "invalid_request", str(e))
             return None
         if may_be_copy:
             entry = entry._replace(headers=with_append_time(entry.headers, since_s * 1000))

@@ -121,6 +121,18 @@ async def test_blank_lines_and_any_line_ends_are_accepted(world: MemoryWorld) ->
 
 
 @scenario_test
+async def test_line_that_is_nested_too_deep_fails_alone(world: MemoryWorld) -> None:
+    harness = await BatchHarness.open(world, "r1")
+    lines = [json.dumps(chat_line(name)).encode() for name in names(3)]
+    lines[1] = lines[1].replace(b'"model"', b'"metadata": %s, "model"' % (b"[" * 300 + b"]" * 300))
+    batch = await harness.ended(await harness.submit(b"\n".join(lines)))
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
+    (failed,) = await harness.lines(batch["error_file_id"])
+    assert (failed["custom_id"], failed["error"]["code"]) == ("line-1", "invalid_request")
+    assert "nested too deep" in failed["error"]["message"]
+
+
+@scenario_test
 async def test_progress_counts_are_updated_once_a_second(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     allowed = 0
