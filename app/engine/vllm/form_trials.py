@@ -4,8 +4,8 @@ when it takes too long, before vLLM compiles it in a thread that nothing can end
     VllmEngine ─► FormTrials ─► this module as a process ─► a fork of it for each form
 
 No estimate from the text replaces a trial: 2000 optional fields, or a chain of rules that may be
-empty, take minutes. A tenant has one trial at a time. A form that xgrammar refuses is left to vLLM,
-which may have another backend.
+empty, take minutes. A tenant has one trial at a time, in turn with the others. A form that xgrammar
+refuses is left to vLLM, which may have another backend.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ TRIAL_CPU_S = 5
 of 20 fields 0.04 s (xgrammar 0.2.8)."""
 TRIAL_MEMORY_GB = 2
 """Beyond that of the process which it is a fork of."""
+MAX_TRIALS = 4
+"""Trials at a time: a prompt on Kafka names its tenant itself."""
 TRIAL_TOKENS = 64
 """Tokens that are taken after the compile: the steps of the engine must not slow down either."""
 TRIAL_TIMEOUT_S = 120.0
@@ -67,6 +69,7 @@ class FormTrials:
         self._known: OrderedDict[tuple[str, bytes], bool] = OrderedDict()
         """By tenant and form: whether it may be compiled."""
         self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._places = asyncio.Semaphore(MAX_TRIALS)
 
     async def start(self) -> None:
         """Start the process, unless it runs. Raises EngineError."""
@@ -113,7 +116,7 @@ class FormTrials:
             return
         number = next(self._numbers)
         try:
-            async with asyncio.timeout(TRIAL_TIMEOUT_S):
+            async with self._places, asyncio.timeout(TRIAL_TIMEOUT_S):
                 await self.start()
                 verdict = self._open[number] = asyncio.get_running_loop().create_future()
                 self._send(json.dumps([number, *form]))

@@ -125,6 +125,18 @@ async def test_trial_of_a_tenant_holds_no_other_tenant(trials: FormTrials, tried
     await asyncio.gather(*waiting)
 
 
+async def test_trials_at_a_time_are_bounded(trials: FormTrials, tried: Path) -> None:
+    """A prompt on Kafka names its tenant itself."""
+    names = [f"wait{n}" for n in range(form_trials.MAX_TRIALS + 1)]
+    waiting = [asyncio.create_task(trials.check(regex(name), name)) for name in names]
+    await until_tried(tried, *names[:-1])
+    await asyncio.sleep(0.3)
+    assert set(tried.read_text().split()) == set(names[:-1])
+    tried.with_name("tried.go").touch()
+    await asyncio.gather(*waiting)
+    assert set(tried.read_text().split()) == set(names)
+
+
 async def test_trial_goes_on_after_its_client_has_left(trials: FormTrials, tried: Path) -> None:
     left = asyncio.create_task(trials.check(regex("wait"), "evil"))
     await until_tried(tried, "wait")
