@@ -9,11 +9,15 @@ from pydantic import BaseModel, Field
 
 from kvlane.app.configuration.setting_values import exceeds, listed
 from kvlane.streams.prompt import MAX_DEADLINE_S
-from kvlane.streams.topics import BATCH, RESPONSES, TOPICS_BY_NAME
+from kvlane.streams.topics import BATCH, ENDED_IDS, PROMPT_READABLE_MS, RESPONSES, TOPICS_BY_NAME
 
 _LONGEST_LIFETIME_S = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) / 2000
 """Half the retention of the responses: below it, the part of a response that a reader has is in the
 log when the request changes hands at its end."""
+
+_LONGEST_WINDOW_S = ((TOPICS_BY_NAME[ENDED_IDS].retention_ms or 0) - PROMPT_READABLE_MS) / 1000
+"""An id that ended so long before a copy of its prompt was appended is in the topic for as long as
+that can be read."""
 
 
 class RequestSettings(BaseModel):
@@ -26,9 +30,10 @@ class RequestSettings(BaseModel):
     dedup_window_s: float = Field(
         1200,
         gt=0,
+        le=_LONGEST_WINDOW_S,
         description="time after the end of a request during which its id is recognised and not run "
         "again; a copy counts by its append, however late it is read; also the longest session "
-        "affinity; in seconds",
+        "affinity; two days at most; in seconds",
     )
     max_attempts: int = Field(
         3, ge=1, description="failed attempts after which a request ends with an error"

@@ -190,6 +190,7 @@ def test_refusal_names_variable_value_and_remedy(
             "KVLANE_BATCH_MAX_LIFETIME_S=604800 exceeds KVLANE_BATCH_RETENTION_S=86400",
         ),
         ({"max_lifetime_s": 1800, "dedup_window_s": 1800}, "it must be below 1800"),
+        ({"dedup_window_s": 172_801}, "should be less than or equal to 172800"),
         ({"heartbeat_interval_s": 3}, "raise it to 6, or lower KVLANE_HEARTBEAT_INTERVAL_S"),
         (
             {"min_insync_replicas": 2, "replication_factor": 1},
