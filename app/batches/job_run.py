@@ -352,7 +352,7 @@ class JobRun:
             return ""
         job = self._job
         card = FileCard(
-            id=file_id, purpose="batch_output", created_s=self._now_s(), tenant=job.tenant,
+            id=file_id, purpose="batch_output", created_s=job.in_progress_s, tenant=job.tenant,
             filename=f"{job.id}_{kind}.jsonl", **written._asdict(),
         )  # fmt: skip
         await self._context.batches.put_file(card)

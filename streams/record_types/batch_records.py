@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from kvlane.streams.record_base import InternalRecord
+from kvlane.streams.topics import FILE_RETENTION_MS
 
 FilePurpose = Literal["batch", "batch_output"]
 BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
@@ -28,7 +29,7 @@ ENDED: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "ca
 
 class FileCard(InternalRecord, frozen=True):
     """A complete file. Key `file/<id>`. Its parts are on one partition of `file-parts`, from offset
-    `first` to before `end`. A tombstone deletes it."""
+    `first` to before `end`; `created_s` is before the first of them. A tombstone deletes it."""
 
     id: str
     purpose: FilePurpose
@@ -40,6 +41,11 @@ class FileCard(InternalRecord, frozen=True):
     created_s: int
     filename: str = ""
     tenant: str = ""
+
+    @property
+    def expires_s(self) -> int:
+        """Time from which its first parts may be deleted, in seconds since 1970."""
+        return self.created_s + FILE_RETENTION_MS // 1000
 
 
 class BatchError(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):

@@ -16,11 +16,12 @@ from kvlane.streams.codecs import decode
 from kvlane.streams.errors import BrokerUnavailable
 from kvlane.streams.memory.memory_log import MemoryLog, MemoryReader
 from kvlane.streams.record_types.batch_records import BatchJob
-from kvlane.streams.topics import BATCH, BATCH_JOBS, FILE_PARTS
+from kvlane.streams.topics import BATCH, BATCH_JOBS, FILE_PARTS, FILE_RETENTION_MS
 from tests.harness.batch_harness import CHATS, BatchHarness, chat_line, jsonl
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.key_files import KeyFileHarness, auth_headers
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.testing.virtual_time import VirtualClock
 
 HOUR_S = 3600
 
@@ -64,6 +65,7 @@ async def check_files(
 async def test_each_line_gets_its_answer(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     harness.fleet.failing = {"line-3"}
+    harness.fleet.delay_s = 3.0
     batch_id = await harness.submit(input_of(10), metadata={"job": "nightly"})
     batch = await harness.ended(batch_id)
     assert (batch["status"], batch["object"]) == ("completed", "batch")
@@ -87,6 +89,7 @@ async def test_each_line_gets_its_answer(world: MemoryWorld) -> None:
     file = (await harness.send("GET", f"/v1/files/{batch['output_file_id']}")).json
     assert file["purpose"] == "batch_output"
     assert file["filename"] == f"{batch_id}_output.jsonl"
+    assert file["created_at"] == batch["in_progress_at"] < batch["finalizing_at"]
 
 
 @scenario_test
@@ -245,6 +248,19 @@ async def test_wrong_batch_is_refused(world: MemoryWorld, over: dict[str, Any], 
 
 
 # --- cancel and expiry ----------------------------------------------------------------------------
+
+
+@scenario_test
+async def test_file_that_expires_within_the_window_is_no_input(world: MemoryWorld) -> None:
+    harness = await BatchHarness.open(world)
+    body = {"input_file_id": await harness.upload(input_of(1)), "endpoint": CHATS}
+    later = VirtualClock(world.clock._loop, ahead_ms=FILE_RETENTION_MS - 12 * HOUR_S * 1000)
+    other = await GatewayHarness.open(world, "g2", later)
+    for window, status in (("24h", 400), ("11h", 200)):
+        answer = other.send("POST", "/v1/batches", body | {"completion_window": window})
+        await answer.wait_done()
+        assert answer.status == status
+        assert status == 200 or answer.error["code"] == "file_expires"
 
 
 @scenario_test

@@ -72,6 +72,9 @@ class BatchesEndpoint:
             if file is None or file.purpose != "batch":
                 message = "input_file_id: there is no such file of the purpose batch"
                 raise invalid_request(message, "input_file_id", code="file_not_found")
+            if file.expires_s < self._now_s() + window_s:
+                message = "input_file_id: the file expires within the window: upload it again"
+                raise invalid_request(message, "input_file_id", code="file_expires")
             job = BatchJob(
                 id=await self._batches.new_id(caller.tenant, self._new_id, limit),
                 endpoint=wanted.endpoint,

@@ -21,7 +21,6 @@ from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.server.caller import Caller, caller_of
 from kvlane.app.http.server.middleware import TenantSlots
 from kvlane.streams.record_types.batch_records import FileCard, FilePurpose
-from kvlane.streams.topics import FILE_RETENTION_MS
 
 MAX_TRANSFERS = 16
 """Uploads and downloads at a time, of some megabytes each; a tenant has half of them at most."""
@@ -115,9 +114,10 @@ class FilesEndpoint:
         """The card of a file that is completely in the log, once all fields are known."""
         file, tenant = await body.file(), caller.tenant
         file_id = await self._batches.new_id(tenant, self._new_id, caller.terms.file_bytes)
+        created_s = self._parts.ctx.clock.wall_ms() // 1000
         written = await self._store.write(file_id, counted(file.content()))
         card = FileCard(
-            id=file_id, purpose=PURPOSE, created_s=self._parts.ctx.clock.wall_ms() // 1000,
+            id=file_id, purpose=PURPOSE, created_s=created_s,
             filename=file.filename[:MAX_NAME_CHARS], tenant=tenant, **written._asdict(),
         )  # fmt: skip
         try:
@@ -202,6 +202,6 @@ def _quota_error(caller: Caller, limit: int) -> ApiError:
 def file_object(card: FileCard) -> dict[str, Any]:
     return {
         "id": card.id, "object": "file", "bytes": card.size, "created_at": card.created_s,
-        "expires_at": card.created_s + FILE_RETENTION_MS // 1000, "filename": card.filename,
+        "expires_at": card.expires_s, "filename": card.filename,
         "purpose": card.purpose, "status": "processed",
     }  # fmt: skip
