@@ -245,7 +245,7 @@ class Worker(ObservedProcess):
         self._limits = RunLimits(
             max_running=config.max_num_seqs or self._settings.max_num_seqs,
             max_waiting=self._settings.worker_max_waiting,
-            remember_key_s=self._settings.max_lifetime_s,
+            remember_key_s=max(self._settings.dedup_window_s, self._settings.batch_run_limit_s),
         )
         self._lease_s = config.transfer_lease_s or 0.0
         self._slot_offset = await end_offset_of(self._log, self._clock, self._slot)

@@ -41,8 +41,8 @@ class RunLimits(NamedTuple):
     max_running: int
     max_waiting: int
     remember_key_s: float
-    """A duplicate of an Assignment is appended within this time of the first; its key is kept for
-    so long, by append times: a worker may read the duplicate much later."""
+    """A duplicate of an Assignment is appended within this time of the first, unless an outage is
+    longer; its key is kept for so long, by append times: a worker may read it much later."""
 
     @property
     def max_open(self) -> int:

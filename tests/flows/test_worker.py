@@ -291,12 +291,15 @@ async def test_unanswerable_assignments_are_bounded_and_dropped(world: MemoryWor
 
 @scenario_test
 async def test_run_keys_are_dropped_when_they_cannot_recur(world: MemoryWorld) -> None:
-    harness = await WorkerHarness.started(world, max_lifetime_s=10, deadline_s=10)
+    """Runs of batch requests may take twice as long as the others."""
+    harness = await WorkerHarness.started(
+        world, max_lifetime_s=10, deadline_s=10, dedup_window_s=10
+    )
     harness.assign()
     await harness.wait_finished()
-    await world.sleep(6)
+    await world.sleep(16)
     harness.assign()
-    await world.sleep(3)
+    await world.sleep(6)
     assert len(harness.lane_records(LEDGER, Started)) == 1
     harness.assign()
     await world.sleep(3)
