@@ -317,10 +317,9 @@ def _failed(world: SimulatedWorld) -> Iterator[str]:
 
     The end of a process costs its work and the time until an orchestrator restarts it. The allowed
     reasons: a dead engine, a newer process under the same name, no broker at the start, and brokers
-    that are away for longer than the rest of a start may take.
+    that are away, or a process that is stopped, for longer than the rest of a start may take.
     """
     absence = world.parameters.absence
-    are_brokers_away = absence is not None and absence.part == "broker"
     for node, error in world.failures:
         names = [n.name for n in world.processes if n is not node]
         if isinstance(error, EngineDead) or (
@@ -329,6 +328,7 @@ def _failed(world: SimulatedWorld) -> Iterator[str]:
             continue
         if isinstance(error, BrokerUnavailable) and not node.was_connected:
             continue
-        if are_brokers_away and isinstance(error, AppendFailed) and not node.was_up:
+        was_away = absence is not None and absence.part in ("broker", node.kind)
+        if was_away and isinstance(error, AppendFailed) and not node.was_up:
             continue
         yield f"failure: {node.label} ended with {error!r}"
