@@ -19,9 +19,11 @@ from kvlane.streams.codecs import encode
 from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.ports import Entry
 from kvlane.streams.reading.range_reader import NO_DATA_TIMEOUT_S
+from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.records import Ended, EngineConfig, Heartbeat, ModelCard, WorkerCard
 from kvlane.streams.request import Request
 from kvlane.streams.topics import (
+    BATCH_JOBS,
     DEAD_LETTERS,
     KV_EVENTS,
     LEDGER,
@@ -284,11 +286,19 @@ def test_top_without_a_terminal_prints_one_frame(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", color)
     write(memory)
+    for name in ("a", "b"):
+        memory.append(LEDGER, 0, [encode(Ended(id=f"ended-{name}", code="invalid"), name)])
+    created_s = SystemClock().wall_ms() // 1000
+    job = BatchJob("batch-1", "/v1/completions", "file-1", created_s, window_s=60)
+    memory.append(BATCH_JOBS, 0, [encode(job, "batch/batch-1")])
+    monkeypatch.setattr("kvlane.app.commands.fleet.fleet_commands.TOP_MORE_ROWS", 1)
     shown = kvlane("top")
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.count("router all: no router") == 1
     assert "w[1]" in shown.stdout
     assert "job-1" in shown.stdout
+    assert shown.stdout.count("ended-") == 1
+    assert "batch-1" in shown.stdout
 
 
 def test_top_shows_ten_workers_those_that_are_not_ready_first(memory: MemoryBroker) -> None:

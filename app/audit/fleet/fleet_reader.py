@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from kvlane.app.audit.fleet.fleet_view import SOURCES, FleetView, OnEnded
@@ -114,14 +114,22 @@ async def reading_fleet(
         await asyncio.gather(reader.following, return_exceptions=True)
 
 
-async def open_jobs(log: Log, clock: Clock) -> list[BatchJob]:
-    """The jobs of the Batch API that have not ended. Raises BrokerUnavailable, AccessDenied."""
+@asynccontextmanager
+async def reading_jobs(log: Log, clock: Clock) -> AsyncIterator[Callable[[], list[BatchJob]]]:
+    """A function that gives the open jobs of the Batch API, which are read up to now and kept up to
+    date until the end of the block. Both raise BrokerUnavailable, AccessDenied."""
     view = BatchView(clock.wall_ms)
     follower = Follower(log, view, [BATCH_JOBS], clock)
     following = asyncio.create_task(follower.run())
+
+    def open_jobs() -> list[BatchJob]:
+        if following.done():
+            following.result()
+        return view.open_jobs()
+
     try:
         await _catch_up(follower, following, clock)
-        return view.open_jobs()
+        yield open_jobs
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

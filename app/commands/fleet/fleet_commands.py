@@ -36,7 +36,9 @@ WINDOW = "-5m"
 MAX_SLOW = 1000
 """Greatest N of `--slow`: of each minute so many are kept."""
 TOP_ROWS = 10
-"""Workers, and requests, that `kvlane top` shows: the topics have to fit below."""
+"""Workers, and open requests, that `kvlane top` shows: the topics have to fit below."""
+TOP_MORE_ROWS = 5
+"""The same of ended requests and of jobs."""
 
 
 class _Fleet:
@@ -148,7 +150,7 @@ def queue(*, since: SinceOption = WINDOW, json: screen.JsonOption = None) -> Non
 
     - `kvlane queue --json - | jq '[.lanes[].queued] | add'`
     """
-    from kvlane.app.audit.fleet.fleet_reader import open_jobs
+    from kvlane.app.audit.fleet.fleet_reader import reading_jobs
     from kvlane.app.audit.fleet.queue_rows import job_rows, lane_rows, wait_rows
     from kvlane.app.audit.fleet.request_rows import open_requests_of
     from kvlane.app.commands.fleet.fleet_tables import queue_view
@@ -157,11 +159,13 @@ def queue(*, since: SinceOption = WINDOW, json: screen.JsonOption = None) -> Non
         topics = await fleet.sampler.sample(fleet.reader)
         view, now_ms = fleet.reader.view, fleet.now_ms
         open_requests = open_requests_of(view, now_ms)
+        async with reading_jobs(fleet.reader.log, fleet.reader.clock) as open_jobs:
+            jobs = job_rows(open_jobs())
         return {
             **fleet.rows("lanes", lane_rows(view, now_ms, open_requests)),
             "waits": wait_rows(view, open_requests),
             "backlog": [row for row in topics if row.lag is not None],
-            "jobs": job_rows(await open_jobs(fleet.reader.log, fleet.reader.clock)),
+            "jobs": jobs,
         }
 
     found = _read(since, read, samples=True)
@@ -202,9 +206,10 @@ def status(*, since: SinceOption = WINDOW, json: screen.JsonOption = None) -> No
 
 
 def top(*, since: SinceOption = "-1m") -> None:
-    """Watch the fleet: as `status`, with workers and the oldest requests, every second.
+    """Watch the fleet: as `status`, with workers, requests and batch jobs, every second.
 
-    Ten rows of each; workers that are not ready come first. `q` or Ctrl-C ends it. Without a
+    Ten workers, those that are not ready first, the ten oldest open requests, the five slowest that
+    have ended since `--since`, and the five oldest open jobs. `q` or Ctrl-C ends it. Without a
     terminal it prints one frame.
 
     Examples:
@@ -213,10 +218,12 @@ def top(*, since: SinceOption = "-1m") -> None:
 
     - `kvlane top --since -10m | head -40`: one frame
     """
+    from kvlane.app.audit.fleet.fleet_reader import reading_jobs
     from kvlane.app.audit.fleet.fleet_status import fleet_status
-    from kvlane.app.audit.fleet.request_rows import open_requests_of
+    from kvlane.app.audit.fleet.queue_rows import job_rows
+    from kvlane.app.audit.fleet.request_rows import ended_requests_of, open_requests_of
     from kvlane.app.audit.fleet.worker_rows import worker_rows
-    from kvlane.app.commands.fleet.fleet_tables import open_table, status_view, workers_table
+    from kvlane.app.commands.fleet import fleet_tables as tables
     from kvlane.app.commands.fleet.live_screen import show_live
 
     async def watch(fleet: _Fleet) -> None:
@@ -227,10 +234,17 @@ def top(*, since: SinceOption = "-1m") -> None:
             rows = worker_rows(view, fleet.now_ms, fleet.timeout_s)
             found = await fleet_status(fleet.reader, fleet.sampler, rows, oldest)
             rows.sort(key=lambda row: row.state == "ready" and not row.order)
-            tables = workers_table(rows[:TOP_ROWS]), open_table(oldest[:TOP_ROWS])
-            return status_view(found, *tables)
+            slowest = ended_requests_of(
+                view, "slow", since_ms=fleet.reader.since_ms, most=TOP_MORE_ROWS
+            )
+            details = [tables.workers_table(rows[:TOP_ROWS]), tables.open_table(oldest[:TOP_ROWS])]
+            details += [tables.ended_table(slowest)] if slowest else []
+            if jobs := job_rows(open_jobs()[:TOP_MORE_ROWS]):
+                details.append(tables.jobs_table(jobs))
+            return tables.status_view(found, *details)
 
-        await show_live(screen.make_console(), frame)
+        async with reading_jobs(fleet.reader.log, fleet.reader.clock) as open_jobs:
+            await show_live(screen.make_console(), frame)
 
     _read(since, watch, samples=True)
 

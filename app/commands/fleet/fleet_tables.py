@@ -140,6 +140,8 @@ def _table(columns: Sequence[FleetColumn], rows: Iterable[object]) -> Table:
 workers_table = partial(_table, _WORKERS)
 models_table = partial(_table, _MODELS)
 open_table = partial(_table, (*_OPEN, *_OWNER))
+ended_table = partial(_table, (*_ENDED, *_OWNER))
+jobs_table = partial(_table, _JOBS)
 
 
 def models_view(models: Iterable[object], aliases: Sequence[object]) -> RenderableType:
@@ -149,7 +151,7 @@ def models_view(models: Iterable[object], aliases: Sequence[object]) -> Renderab
 
 def requests_view(rows: Iterable[RequestRow], left_out: int, *, ended: bool) -> RenderableType:
     """`left_out`: number of requests of the window that were not kept; of open ones at most."""
-    table = _table((*_ENDED, *_OWNER), rows) if ended else open_table(rows)
+    table = ended_table(rows) if ended else open_table(rows)
     if not left_out:
         return table
     rest = f"{left_out} more have failed" if ended else f"up to {left_out} older ones are open"
@@ -164,7 +166,7 @@ def queue_view(
 ) -> Group:
     tables = [_table(_LANES, lanes), _table(_TOPICS, backlog)]
     tables[1:1] = [_table(_WAITS, waits)] if waits else []
-    tables += [_table(_JOBS, jobs)] if jobs else []
+    tables += [jobs_table(jobs)] if jobs else []
     return Group(*(part for table in tables for part in (table, "")))
 
 
