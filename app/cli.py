@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -64,9 +65,15 @@ app = typer.Typer(
 )
 
 
+COMMIT_FILE = Path(__file__).with_name("data") / "commit.txt"
+"""The commit, which `git archive` writes: wheels and sources of a release have it."""
+
+
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvlane {version('kvlane')}")
+        commit = COMMIT_FILE.read_text("utf-8").strip()
+        of_release = "" if commit.startswith("$") else f" (commit {commit[:12]})"
+        typer.echo(f"kvlane {version('kvlane')}{of_release}")
         raise typer.Exit
 
 

@@ -8,10 +8,15 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
+
+from kvlane.app.cli import app
 
 ROOT = Path(__file__).parents[3]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
@@ -23,6 +28,10 @@ is_checkout = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a che
 def release(*options: str) -> subprocess.CompletedProcess[str]:
     command = [ROOT / "deploy" / "release.sh", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def git(*words: str) -> bytes:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True).stdout
 
 
 @is_checkout
@@ -46,6 +55,20 @@ def test_release_of_a_commit_without_its_tag_is_refused() -> None:
     refused = release("--no-image")
     assert refused.returncode == 1
     assert "the checkout has changes" in refused.stderr or "git tag -a" in refused.stderr
+
+
+@is_checkout
+def test_version_names_the_commit_of_an_archive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wheel and sdist are built from one; a checkout may have changes, so it names none."""
+    commit = git("rev-parse", "HEAD").decode().strip()
+    with tarfile.open(fileobj=BytesIO(git("archive", "HEAD", "app/data/commit.txt"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"kvlane {version('kvlane')}\n"
+    monkeypatch.setattr("kvlane.app.cli.COMMIT_FILE", tmp_path / "app/data/commit.txt")
+    shown = CliRunner().invoke(app, ["--version"]).stdout
+    assert shown == f"kvlane {version('kvlane')} (commit {commit[:12]})\n"
 
 
 def test_unknown_option_is_refused() -> None:
