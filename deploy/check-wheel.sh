@@ -47,6 +47,14 @@ cp -r "$root/examples" examples
 starts "$bin/faststream" run examples.custom_engine:app
 "$bin/python" -c 'import examples.faststream_service, examples.publish_and_follow'
 
+# A client of Kafka alone needs the packages that README names.
+"$root/.venv/bin/uv" venv --quiet --python "$root/.venv/bin/python" "$folder/client"
+read -ra packages < <(sed -n 's/^pip install \(aiokafka .*\)$/\1/p' "$root/README.md")
+"$root/.venv/bin/uv" pip install --quiet --python "$folder/client/bin/python" \
+  --constraint "$root/deploy/requirements/dev.txt" "${packages[@]}"
+"$root/.venv/bin/uv" pip install --quiet --python "$folder/client/bin/python" --no-deps "kvlane @ file://$wheel"
+"$folder/client/bin/python" -c 'import examples.publish_and_follow'
+
 "$root/.venv/bin/uv" pip install --quiet --python "$bin/python" \
   --constraint "$root/deploy/requirements/dev.txt" "kvlane[demo] @ file://$wheel"
 "$bin/kvlane" demo --broker memory "Hello from the wheel" </dev/null
