@@ -11,6 +11,7 @@ import tomllib
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -89,8 +90,25 @@ def test_packages_of_the_system_are_components_of_the_bill(tmp_path: Path) -> No
     assert debian["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u9?arch=amd64"
 
 
-@pytest.mark.parametrize(("workflow", "command"), [("ci", ".ci/run"), ("release", "make release")])
-def test_workflow_runs_the_command_of_the_repository(workflow: str, command: str) -> None:
+def steps_of(workflow: str, job: str) -> list[dict[str, Any]]:
     text = (ROOT / ".github" / "workflows" / f"{workflow}.yaml").read_text("utf-8")
-    [job] = yaml.safe_load(text)["jobs"].values()
-    assert command in [step.get("run") for step in job["steps"]]
+    found: list[dict[str, Any]] = yaml.safe_load(text)["jobs"][job]["steps"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workflow", "job", "command"),
+    [
+        ("ci", "test", ".ci/run"),
+        ("ci", "chart", "make chart"),
+        ("release", "release", "make release"),
+    ],
+)
+def test_workflow_runs_the_command_of_the_repository(workflow: str, job: str, command: str) -> None:
+    assert command in [step.get("run") for step in steps_of(workflow, job)]
+
+
+def test_chart_is_rendered_in_ci_by_the_helm_that_make_chart_builds() -> None:
+    uses = {step.get("uses", "").partition("@")[0]: step for step in steps_of("ci", "chart")}
+    version = uses["azure/setup-helm"]["with"]["version"]
+    assert f"\nHELM_VERSION={version}\n" in (ROOT / "deploy/chart/render.sh").read_text("utf-8")
