@@ -88,13 +88,15 @@ def write_json(file: Path | None, value: Any) -> None:
         file.write_bytes(text)
 
 
-def plot_page(title: str, figure: Figure, after: str = "") -> str:
-    """A self-contained page with a plot, and a piece of HTML after it."""
-    picture = StringIO()
-    figure.savefig(picture, format="svg")
-    svg = picture.getvalue()
-    head = f"<!doctype html><meta charset=utf-8><title>{title}</title>"
-    return head + svg[svg.index("<svg") :] + after
+def plot_page(title: str, *figures: Figure, after: str = "") -> str:
+    """A self-contained page with plots, and a piece of HTML after them."""
+    page = f"<!doctype html><meta charset=utf-8><title>{title}</title>"
+    for figure in figures:
+        picture = StringIO()
+        figure.savefig(picture, format="svg")
+        svg = picture.getvalue()
+        page += svg[svg.index("<svg") :]
+    return page + after
 
 
 def format_value(value: Any) -> str:

@@ -93,6 +93,29 @@ def test_impossible_option_is_refused_by_name(arguments: list[str], fault: str) 
     assert fault in " ".join(done.output.replace("│", " ").split())
 
 
+def test_benchmark_has_a_plot_for_each_fleet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = simulate(*GENERATED, "--policy", "round_robin,random", "--json", "-")
+    rows = [
+        row | {"trace": "gen:multi-turn", "profile": "mock"}
+        for row in json.loads(done.stdout)["rows"]
+    ]
+    fleets = [row | {"workers": workers} for workers in (2, 4) for row in rows]
+
+    async def found(*_: Any) -> Report:
+        return Report("simulate", fleets, [])
+
+    monkeypatch.setattr("workbench.bench.routing.policy_simulation.bench_policies", found)
+    file = tmp_path / "it.html"
+    done = CliRunner().invoke(app, ["bench", "simulate", "--plot", f"{file}"])
+    assert done.exit_code == 0, done.output
+    texts = re.findall("<!-- (.*?) -->", file.read_text("utf-8"), re.DOTALL)
+    assert sum("2 workers" in text for text in texts) == 1
+    assert sum("4 workers" in text for text in texts) == 1
+    assert texts.count("round_robin") == 2 * 5, "of five figures"
+
+
 @pytest.mark.parametrize("passed", [True, False])
 def test_benchmark_ends_with_1_if_a_threshold_is_missed(
     monkeypatch: pytest.MonkeyPatch, passed: bool

@@ -69,7 +69,7 @@ def write_page(report: Mapping[str, Any], pairs: Sequence[AnswerPair], file: Pat
     console = Console(file=StringIO(), record=True, width=PAGE_CHARS, highlight=False)
     show_report(report, console, MOST_LISTED)
     shown = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    file.write_text(screen.plot_page("kvlane rehearse", figure, shown), "utf-8")
+    file.write_text(screen.plot_page("kvlane rehearse", figure, after=shown), "utf-8")
 
 
 def _draw_times(axes: Axes, name: str, pairs: Sequence[AnswerPair]) -> None:

@@ -10,7 +10,7 @@ from datetime import date
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +30,9 @@ from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulation_runs import RunMetrics, metrics_of
 from kvlane.indexer.precompile import compile_all
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 WIDTH_IN = 9.0
 """Inches."""
 
@@ -37,8 +40,17 @@ WIDTH_IN = 9.0
 def plot_policies(
     rows: Sequence[Mapping[str, Any]], trace: str, created_on: date, file: Path
 ) -> None:
-    """Results of `kvlane simulate`: a diagram per figure, a bar per policy, a dot per seed. An
-    `.html` file is a self-contained page with the plot. `trace`: its name."""
+    """Write the plot of `policy_figure`; an `.html` file is a self-contained page with it."""
+    figure = policy_figure(rows, trace, created_on)
+    if file.suffix == ".html":
+        file.write_text(screen.plot_page("kvlane simulate", figure), "utf-8")
+    else:
+        figure.savefig(file, dpi=120)
+
+
+def policy_figure(rows: Sequence[Mapping[str, Any]], trace: str, created_on: date) -> Figure:
+    """Results of simulations that differ in policy and seed: a diagram per figure, a bar per
+    policy, a dot per seed. `trace`: its name."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row["policy"] for row in rows))
@@ -72,10 +84,7 @@ def plot_policies(
     )
     figure.legend([*shown.values()], [*shown], loc="outside lower right", ncols=2)
     figure.text(0.01, 0.01, f"kvlane {version('kvlane')}, {created_on}", fontsize="small")
-    if file.suffix != ".html":
-        figure.savefig(file, dpi=120)
-        return
-    file.write_text(screen.plot_page("kvlane simulate", figure), "utf-8")
+    return figure
 
 
 POLICY_FIGURES: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {

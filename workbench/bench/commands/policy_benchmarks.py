@@ -31,6 +31,9 @@ def simulate(
         Path | None, typer.Option(help="Cache results in this file; cached runs are not repeated.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Parallel runs; 0: one per CPU.", min=0)] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also plot the policies on each fleet into this .html file.")
+    ] = None,
     json: Json = None,
 ) -> None:
     """All policies on a production trace and four simulated fleets, with published figures.
@@ -41,15 +44,19 @@ def simulate(
     kvlane simulate. Generated traces run without --trace, too. Exit code 1 if a threshold is
     missed; those that need --trace are missed without it.
     """
+    from kvlane.app.commands.simulation.simulate_command import check_drawable
     from workbench.bench.routing.policy_scenarios import FULL, QUICK
-    from workbench.bench.routing.policy_simulation import bench_policies
+    from workbench.bench.routing.policy_simulation import bench_policies, plot_scenarios
 
+    check_drawable(plot, (".html",))
     scale, at_a_time = FULL if full else QUICK, jobs or os.cpu_count() or 1
     report = measure(
         "simulate",
         lambda out, progress: bench_policies(scale, trace, out, progress, keep, at_a_time),
         json,
     )
+    if plot is not None:
+        plot_scenarios(report.rows, plot)
     require_passed(report)
 
 

@@ -14,11 +14,15 @@ process; the speed of the simulation is measured when no other run is active.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from kvlane.app.commands.console import plot_page
+from kvlane.app.commands.simulation.simulation_report import policy_figure
 from kvlane.app.simulation.simulation_runs import (
     PreparedTrace,
     SimulationRun,
@@ -54,6 +58,8 @@ TRACE_MISSING = (
     "and pass it with --trace"
 )
 MIN_SPEED = 1000.0
+_SCENARIO = ("trace", "profile", "workers", "speed", "jitter_s", "conditions")
+"""Fields of the rows that are the same in one plot."""
 SPEED_ROUNDS = 2
 """The faster round counts: other load on the machine is no property of the simulation."""
 
@@ -89,6 +95,19 @@ async def bench_policies(
     return Report(
         "simulate", [_row(each) for each in in_order], [*all_thresholds(scale, in_order), *speeds]
     )
+
+
+def plot_scenarios(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write a page with a plot for the rows of each trace, fleet and condition."""
+    found: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in _SCENARIO), []).append(row)
+    created_on = datetime.now(UTC).date()
+    figures = [
+        policy_figure(each, f"{each[0]['trace']} ({each[0]['profile']})", created_on)
+        for each in found.values()
+    ]
+    file.write_text(plot_page("kvlane bench simulate", *figures), "utf-8")
 
 
 class TraceSet:
