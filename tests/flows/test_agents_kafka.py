@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,34 +18,18 @@ import openai
 import pytest
 
 from examples.reattaching_client import ReattachingTransport
-from kvlane.app.gateway import Gateway
-from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.app.standalone import StandaloneProcess
-from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
-from kvlane.streams.codecs import AnyRecord, decode
-from kvlane.streams.kafka.kafka_log import KafkaLog
-from kvlane.streams.ports import Partition
-from kvlane.streams.records import Fencing, Started
-from kvlane.streams.topics import LEDGER
-from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
+from tests.harness.agent_deployment import LANES, SCRIPT, WEATHER, AgentDeployment, agent_deployment
+from tests.harness.kafka_processes import WAIT_S, provisioned
+from tests.harness.key_files import auth_headers
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "agent_script.json"
-LANES = 2
 BEGUN_EVENTS = 12
 """Events of a stream after which its worker or gateway may be killed."""
-CALLS = ('{"name": "weather", "arguments": {"city": "Köln"}}', '{"name": "now", "arguments": {}}')
-TAGGED = [f"<tool_call>\n{call}\n</tool_call>" for call in CALLS]
-WEATHER = json.dumps({"city": "Köln", "days": [{"weather": "rain"}] * 5}, ensure_ascii=False)
-SCRIPT = {
-    "one": f"<think>The weather decides.</think>I look at the weather first.\n{TAGGED[0]}",
-    "two": f"<think>Both of them.</think>{TAGGED[0]}\n{TAGGED[1]}",
-    "json": f"<think>The week has days.</think>{WEATHER}",
-    "regex": f"<think>It has some words.</think>{'rain, ' * 20}",
-}
 CHOSEN: dict[str, dict[str, Any]] = {
     "chat": {"weather": {"type": "function", "function": {"name": "weather"}}},
     "response": {"weather": {"type": "function", "name": "weather"}},
@@ -74,6 +56,12 @@ class Case(NamedTuple):
     stream: bool = True
     is_strict: bool = False
     n: int = 1
+    model: str = "demo"
+    worker: str = ""
+
+    @property
+    def nvext(self) -> dict[str, str]:
+        return {"backend_instance_id": self.worker} if self.worker else {}
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -121,6 +109,11 @@ class Clients(NamedTuple):
     ai: openai.AsyncOpenAI
     claude: anthropic.AsyncAnthropic
 
+    def with_key(self, key: str) -> Clients:
+        """Clients with another key, which do not ask again."""
+        each = {"api_key": key, "max_retries": 0}
+        return Clients(self.ai.with_options(**each), self.claude.with_options(**each))
+
 
 class Progress:
     """Counts the events of streams; `begun` once each stream is in the middle."""
@@ -155,7 +148,8 @@ async def chat(clients: Clients, case: Case, count: Callable[[], None]) -> Asked
         for name in ("weather", "now")
     ]
     body: Any = {
-        "model": "demo", "messages": [{"role": "user", "content": case.question}], "tools": tools,
+        "model": case.model, "messages": [{"role": "user", "content": case.question}],
+        "tools": tools, "extra_body": {"nvext": case.nvext},
         "tool_choice": CHOSEN["chat"].get(case.choice, case.choice), "stream": case.stream,
         "parallel_tool_calls": case.is_parallel, "n": case.n,
     }  # fmt: skip
@@ -163,7 +157,7 @@ async def chat(clients: Clients, case: Case, count: Callable[[], None]) -> Asked
         form = {"name": "weather", "schema": SCHEMA, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": form}
     if case.question == "regex":
-        body["extra_body"] = {"guided_regex": "(rain, )+"}
+        body["extra_body"]["guided_regex"] = "(rain, )+"
     found = await clients.ai.chat.completions.create(**body)
     if not case.stream:
         return found.id, answers_of_chat(found)
@@ -216,8 +210,9 @@ async def message(clients: Clients, case: Case, count: Callable[[], None]) -> As
     if case.choice == "auto":
         choice["disable_parallel_tool_use"] = not case.is_parallel
     body: Any = {
-        "model": "demo", "max_tokens": 500, "tools": tools, "tool_choice": choice,
+        "model": case.model, "max_tokens": 500, "tools": tools, "tool_choice": choice,
         "messages": [{"role": "user", "content": case.question}],
+        "extra_body": {"nvext": case.nvext},
     }  # fmt: skip
     if case.question == "json":
         body["output_config"] = {"format": {"type": "json_schema", "schema": SCHEMA}}
@@ -255,7 +250,8 @@ async def response(clients: Clients, case: Case, count: Callable[[], None]) -> A
         for name in ("weather", "now")
     ]
     body: Any = {
-        "model": "demo", "input": case.question, "tools": tools, "stream": case.stream,
+        "model": case.model, "input": case.question, "tools": tools, "stream": case.stream,
+        "extra_body": {"nvext": case.nvext},
         "tool_choice": CHOSEN["response"].get(case.choice, case.choice),
         "parallel_tool_calls": case.is_parallel,
     }  # fmt: skip
@@ -291,94 +287,40 @@ FORMS: dict[str, tuple[Form, Callable[[Any], list[Answer]], Any]] = {
 }
 
 
-async def ledger_of(log: KafkaLog) -> list[AnyRecord]:
-    """All records of the ledger."""
-    ends = await log.end_offsets(LEDGER, range(LANES))
-    reader = log.reader()
-    reader.assign({Partition(LEDGER, lane): 0 for lane in ends})
-    found: list[AnyRecord] = []
-    while any(reader.position(Partition(LEDGER, lane)) < end for lane, end in ends.items()):
-        for records in (await reader.poll(1.0)).values():
-            found += map(decode, records)
-    await reader.close()
-    return found
+async def check_errors(clients: Clients, parts: AgentDeployment) -> None:
+    """Each error has its class in each package. Calls are enforced by the script alone."""
+    wrong, limited = clients.with_key("none"), clients.with_key(parts.limited_key)
+    ours = clients.with_key(parts.key)
 
+    async def fail(name: str, asking: Clients, case: Case, kind: type[Exception], why: str) -> None:
+        with pytest.raises(kind, match=why):
+            await FORMS[name][0](asking, case, int)
 
-async def check_refusals(clients: Clients) -> None:
-    """Calls are enforced by the script alone."""
-    forms = (("chat", openai), ("message", anthropic), ("response", openai))
-    for name, package in forms:
-        with pytest.raises(package.BadRequestError, match="the script has no answer"):
-            await FORMS[name][0](clients, Case("three", "required"), int)
-
-
-class Deployment(NamedTuple):
-    """Two workers and a gateway, each in a process, and another gateway in this one."""
-
-    log: KafkaLog
-    processes: dict[str, subprocess.Popen[bytes]]
-    url: str
-    killed_url: str
+    packages = (("chat", openai), ("message", anthropic), ("response", openai))
+    failures = (
+        failure
+        for name, package in packages
+        for failure in (
+            fail(name, wrong, Case("one"), package.AuthenticationError, "key"),
+            fail(name, limited, Case("one"), package.RateLimitError, "may have 0 requests"),
+            fail(name, ours, Case("one", model="other"), package.NotFoundError, "other"),
+            fail(name, ours, Case("three", "required"), package.BadRequestError, "no answer"),
+            fail(name, ours, Case("one", worker="gone"), package.InternalServerError, "pinned"),
+        )
+    )
+    await asyncio.gather(*failures)
 
 
 @asynccontextmanager
-async def deployment(kafka: Broker, prefix: str, folder: Path) -> AsyncIterator[Deployment]:
-    settings = Settings(
-        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=prefix, lanes=LANES,
-        router_id="r", status_port=None, http_port=0, hash_secret="tests", worker_timeout_s=3,
-    )  # fmt: skip
-    (folder / "script.json").write_text(json.dumps(SCRIPT))
-    port = str(free_ports(1)[0])
-    environment = os.environ | {
-        "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
-        "KVLANE_TOPIC_PREFIX": prefix,
-        "KVLANE_LANES": str(LANES),
-        "KVLANE_ENGINE": "echo",
-        "KVLANE_ECHO_SCRIPT": str(folder / "script.json"),
-        "KVLANE_ECHO_ITL_MS": "40",
-        "KVLANE_HASH_SECRET": "tests",
-        "KVLANE_STATUS_PORT": "",
-        "KVLANE_HTTP_PORT": port,
-    }
-    kinds = {"w1": "worker", "w2": "worker", "g": "gateway"}
-    async with provisioned(settings) as log, AsyncExitStack() as parts:
-        with ExitStack() as processes:
-            started = {
-                name: processes.enter_context(
-                    app_process(
-                        kind, folder / f"{name}.log", environment | {"KVLANE_WORKER_ID": name}
-                    )
-                )
-                for name, kind in kinds.items()
-            }
-            own: list[Router | Gateway] = []
-            for part in (Router, Gateway):
-                of_kind = KafkaLog(settings.kafka_connection(part.__name__), prefix=prefix)
-                ctx = ProcessContext(part.__name__)
-                await of_kind.start()
-                parts.push_async_callback(of_kind.close)
-                parts.push_async_callback(ctx.cancel_tasks)
-                own.append(part(of_kind, settings, ctx))
-                await own[-1].start()
-                parts.push_async_callback(own[-1].stop)
-            urls = own[1].url, f"http://127.0.0.1:{port}"
-            async with httpx.AsyncClient() as http:
-                for url in urls:
-                    models = f"{url}/v1/models"
-                    await wait_answered(started["g"], http, models, lambda got: got.json()["data"])
-            yield Deployment(log, started, *urls)
-
-
-@asynccontextmanager
-async def clients_of(urls: list[str]) -> AsyncIterator[Clients]:
+async def clients_of(urls: list[str], key: str) -> AsyncIterator[Clients]:
     """The clients of some gateways, of which they use the first that lives."""
     async with httpx2.AsyncClient(transport=ReattachingTransport(urls)) as http:
         yield Clients(
             openai.AsyncOpenAI(
-                base_url=f"{urls[0]}/v1", api_key="-", http_client=http, timeout=WAIT_S
+                base_url=f"{urls[0]}/v1", api_key=key, http_client=http, timeout=WAIT_S
             ),
             anthropic.AsyncAnthropic(
-                base_url=urls[0], api_key="-", http_client=http, timeout=WAIT_S
+                base_url=urls[0], api_key=key, http_client=http, timeout=WAIT_S
             ),
         )
 
@@ -387,9 +329,9 @@ async def test_killed_worker_and_killed_gateway_repeat_and_lose_nothing(
     kafka: Broker, topic_prefix: str, tmp_path: Path
 ) -> None:
     async with (
-        deployment(kafka, topic_prefix, tmp_path) as parts,
-        clients_of([parts.url]) as safe,
-        clients_of([parts.killed_url, parts.url]) as moving,
+        agent_deployment(kafka, topic_prefix, tmp_path) as parts,
+        clients_of([parts.url], parts.key) as safe,
+        clients_of([parts.killed_url, parts.url], parts.key) as moving,
     ):
         progress = Progress(2 * sum(len(case.forms) for case in CASES if case.stream))
         answers = {
@@ -404,19 +346,17 @@ async def test_killed_worker_and_killed_gateway_repeat_and_lose_nothing(
         async with asyncio.timeout(WAIT_S):
             await progress.begun.wait()
         assert not {key: task.exception() for key, task in answers.items() if task.done()}
-        victim = next(r.worker for r in await ledger_of(parts.log) if isinstance(r, Started))
-        parts.processes[victim].kill()
-        parts.processes["g"].kill()
+        await parts.kill()
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*answers.values())
-            await check_refusals(moving)
+            await check_errors(safe, parts)
             events = await moving.ai.responses.retrieve(
                 background.id, stream=True, starting_after=1
             )
             rest = [event async for event in events]
         assert (rest[0].sequence_number, rest[-1].response.output_text) == (2, SCRIPT["one"])
-        assert any(isinstance(record, Fencing) for record in await ledger_of(parts.log))
-        async with httpx.AsyncClient(base_url=parts.url) as http:
+        assert await parts.has_continued()
+        async with httpx.AsyncClient(base_url=parts.url, headers=auth_headers(parts.key)) as http:
             for (name, case, _), task in answers.items():
                 ids, answers = task.result()
                 for answer in answers:
