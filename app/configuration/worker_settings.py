@@ -170,8 +170,9 @@ class EngineSettings(BaseModel):
     )
     echo_script: ReadableFile | None = Field(
         None,
-        description="engine echo: file with a JSON object of messages and the answers to them; the "
-        "engine gives the answer to the last message of a chat, and echoes one without an answer",
+        description="engine echo: file with a JSON object of messages and the answers to them, "
+        "texts or lists of parts with text and after_ms, a pause before it; the engine gives the "
+        "answer to the last message of a chat, and echoes one without an answer",
     )
     attach_url: str = Field(
         "",

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from kvlane.app.engine.interface import (
     SCRIPTED_UNSUPPORTED,
@@ -28,6 +30,21 @@ from kvlane.streams.records import EngineConfig
 from kvlane.streams.request import Request
 
 log = logging.getLogger(__name__)
+
+
+MAX_PAUSE_MS = 10_000
+"""Less than a worker waits for an engine that makes no step."""
+STOP_CHECK_S = 0.1
+
+
+class ScriptPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a scripted answer. `after_ms`: a pause before its first token."""
+
+    text: Annotated[str, msgspec.Meta(min_length=1)]
+    after_ms: Annotated[float, msgspec.Meta(ge=0, le=MAX_PAUSE_MS)] = 0
+
+
+ScriptedAnswer = str | list[ScriptPart]
 
 
 class EchoTurn(NamedTuple):
@@ -64,11 +81,29 @@ def _last(sequence: Sequence[int], end: int, token: int) -> int | None:
     return next((i for i in range(end - 1, -1, -1) if sequence[i] == token), None)
 
 
+class _TimedAnswer(NamedTuple):
+    """The tokens of a scripted answer, and the pauses before some of them, by place, in seconds."""
+
+    tokens: bytes
+    pauses_s: Mapping[int, float]
+
+
+def _timed(answer: ScriptedAnswer) -> _TimedAnswer:
+    if isinstance(answer, str):
+        return _TimedAnswer(answer.encode(), {})
+    tokens, pauses_s = b"", {}
+    for part in answer:
+        pauses_s[len(tokens)] = part.after_ms / 1000
+        tokens += part.text.encode()
+    return _TimedAnswer(tokens, pauses_s)
+
+
 class EchoEngine(Engine):
     """Echoes at a fixed rate; all requests advance in the same steps, as in a batching engine.
 
     `step_s`: seconds of a step. `script`: answers by the text of the last turn; others are echoed.
-    An answer with a form has to be in the script, whose author sees to the form.
+    An answer with a form has to be in the script, whose author sees to the form. A run that
+    continues an answer makes the pauses that are left.
     """
 
     def __init__(
@@ -79,11 +114,13 @@ class EchoEngine(Engine):
         model: str = "echo",
         context_length: int = 131_072,
         max_num_seqs: int = 256,
-        script: Mapping[str, str] | None = None,
+        script: Mapping[str, ScriptedAnswer] | None = None,
     ) -> None:
         self._clock = clock
         self._has_script = script is not None
-        self._script = {tuple(turn.encode()): answer for turn, answer in (script or {}).items()}
+        self._script = {
+            tuple(turn.encode()): _timed(answer) for turn, answer in (script or {}).items()
+        }
         self._step_s = step_s
         self._config = EngineConfig(
             model=model,
@@ -107,8 +144,9 @@ class EchoEngine(Engine):
     ) -> AsyncGenerator[EngineOutput, None]:
         check_text_only(request, has_script=self._has_script)
         sequence = unpack_tokens(request.token_ids)
-        is_scripted = tuple(current_turn(sequence).body) in self._script
-        if request.sampling.guided_decoding is not None and not is_scripted:
+        turn, emitted_tokens = current_turn(sequence)
+        scripted = self._script.get(tuple(turn))
+        if request.sampling.guided_decoding is not None and scripted is None:
             raise InvalidRequest(
                 "a form is asked for, and the script has no answer to this message"
             )
@@ -118,7 +156,9 @@ class EchoEngine(Engine):
         made = 0
         self.running_count += 1
         try:
-            for token in tokens:
+            for place, token in enumerate(tokens, emitted_tokens):
+                if scripted is not None and (pause_s := scripted.pauses_s.get(place)):
+                    await self._pause(pause_s, context)
                 await self._step()
                 if context.is_stopped:
                     yield EngineOutput.cancelled().with_usage(token_usage(len(sequence), made))
@@ -139,8 +179,13 @@ class EchoEngine(Engine):
         most = room if limit is None else min(limit, room)
         turn, emitted_tokens = current_turn(sequence)
         if (answer := self._script.get(tuple(turn))) is not None:
-            return answer.encode()[emitted_tokens:][:most]
+            return answer.tokens[emitted_tokens:][:most]
         return echo_answer(sequence, None if limit is None else most)[:room]
+
+    async def _pause(self, seconds: float, context: GenerateContext) -> None:
+        until = self._clock.now() + seconds
+        while not context.is_stopped and (left_s := until - self._clock.now()) > 0:
+            await self._clock.sleep(min(left_s, STOP_CHECK_S))
 
     async def _step(self) -> None:
         """Wait for the next step; steps are on a grid of the clock, common to all requests."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.echo import EchoEngine, ScriptedAnswer
 from kvlane.app.engine.interface import Engine
 from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.engine.simulated.engine import SimulatedEngine
@@ -88,13 +88,14 @@ def _echo(settings: Settings, clock: Clock) -> EngineAndFiles:
     return EngineAndFiles(engine, None)
 
 
-def _script(file: Path) -> dict[str, str]:
+def _script(file: Path) -> dict[str, ScriptedAnswer]:
     """The answers of a script. Raises SettingsError."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, ScriptedAnswer])
     except (OSError, msgspec.MsgspecError) as e:
         raise SettingsError(
-            f"KVLANE_ECHO_SCRIPT={file}: {e}: write a JSON object of messages and their answers"
+            f"KVLANE_ECHO_SCRIPT={file}: {e}: write a JSON object of messages and their answers, "
+            "each a text or a list of parts with text and after_ms"
         ) from e
 
 

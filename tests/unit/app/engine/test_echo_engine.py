@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.engine.echo import EchoEngine, ScriptPart, echo_answer
 from kvlane.app.engine.interface import GenerateContext, InvalidRequest
 from kvlane.app.engine.validator import ValidatingEngine
 from kvlane.app.text.byte_level import ASSISTANT, SYSTEM, USER, render_chat
@@ -50,6 +50,35 @@ async def test_form_is_that_of_the_script_and_refused_without_an_answer_in_it() 
     unknown = Request(id="r", token_ids=sequence, sampling=sampling)
     with pytest.raises(InvalidRequest, match="the script has no answer"):
         await anext(engine.generate(unknown, GenerateContext("r")))
+
+
+SCRIPT = {"héllo": [ScriptPart("é"), ScriptPart("llo", after_ms=1500)]}
+
+
+@pytest.mark.parametrize(("taken", "pause_s"), [(b"", 1.5), ("é".encode(), 1.5), (b"\xc3\xa9l", 0)])
+async def test_pause_of_a_script_is_before_its_part(taken: bytes, pause_s: float) -> None:
+    clock = SteppedClock(0.0)
+    engine = EchoEngine(clock, 0.01, script=SCRIPT)
+    sequence = pack_tokens([*PROMPT, *taken])
+    made, times = taken, {}
+    request = Request(id="r", token_ids=sequence)
+    async for output in engine.generate(request, GenerateContext("r")):
+        for token in output.token_ids:
+            times[len(made)] = clock.now()
+            made += bytes([token])
+    assert made == "éllo".encode()
+    before = max(times.get(1, 0.0), 0.0)
+    assert times.get(2, times.get(3, 0.0)) - before == pytest.approx(pause_s, abs=0.03)
+
+
+async def test_stopped_request_does_not_wait_for_its_pause() -> None:
+    clock = SteppedClock(0.0)
+    engine = EchoEngine(clock, 0.0, script={"héllo": [ScriptPart("a", after_ms=10_000)]})
+    context = GenerateContext("r")
+    context.cancel()
+    request = Request(id="r", token_ids=pack_tokens(PROMPT))
+    reasons = [output.finish_reason async for output in engine.generate(request, context)]
+    assert (reasons, clock.now()) == (["cancelled"], 0.0)
 
 
 async def test_echo_repeats_the_last_user_turn_once() -> None:
