@@ -16,7 +16,7 @@ from kvlane.app.batches.job_runner import JobRunner
 from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
 from kvlane.app.metrics.collector_metrics import CollectorMetrics
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.preprocess.models.byte_model import Model, byte_model_of
 from kvlane.app.preprocess.models.model import ModelLoader
 from kvlane.app.preprocess.models.model_names import ModelNames
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt
@@ -154,9 +154,7 @@ class Collector(ObservedProcess):
     async def _find_model(self, name: str) -> Model | None:
         try:
             card = self._names.find("tokens", name)
-            if card.tokenizer is None:
-                return ByteModel(card.name, card.context_length)
-            return await self._loader.model(card)
+            return byte_model_of(card) or await self._loader.model(card)
         except (InvalidPrompt, BadModel, TimeoutError, StreamError) as e:
             log.warning("logprobs of model %s are written as token ids: %s", name, e)
             return None

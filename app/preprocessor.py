@@ -35,7 +35,7 @@ from kvlane.app.preprocess.kafka_prompts import (
     to_request,
 )
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.preprocess.models.byte_model import Model, byte_model_of
 from kvlane.app.preprocess.models.model import LOAD_RETRY_S, ModelLoader
 from kvlane.app.preprocess.models.model_aliases import choice_key
 from kvlane.app.preprocess.models.model_names import ModelNames
@@ -287,8 +287,8 @@ class Preprocessor(ObservedProcess):
         key = choice_key(parsed.request, prompt.tenant, prompt.id)
         card = self._models.find(prompt.kind, self._models.aliases.model(name, key))
         check_supported(parsed.request, unsupported_features(self._fleet, card.name))
-        if card.tokenizer is None:
-            return ByteModel(card.name, card.context_length)
+        if (model := byte_model_of(card)) is not None:
+            return model
         while True:
             try:
                 return await self._loader.model(card)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +137,16 @@ async def test_echo_engine_has_no_model(world: MemoryWorld) -> None:
 async def test_folder_that_is_no_model_is_refused(world: MemoryWorld) -> None:
     with pytest.raises(BadModel):
         await Built(world).build(model_path="/dev/null")
+
+
+@pytest.mark.parametrize("engine", ["attached", "vllm"])
+def test_model_without_a_tokenizer_is_refused_at_the_start(engine: str, tmp_path: Path) -> None:
+    settings = Settings(
+        worker_id="-", router_id="-", engine=engine, model_path=tmp_path,
+        attach_url="http://127.0.0.1:1" if engine == "attached" else "",
+    )  # fmt: skip
+    with pytest.raises(BadModel, match=r"has no tokenizer\.json"):
+        create_engine(settings, SystemClock())
 
 
 def test_context_that_does_not_fit_into_the_cache_is_refused() -> None:

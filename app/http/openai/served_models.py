@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvlane.app.http.api_errors import ApiError, error_of_stream, invalid_request, unavailable
 from kvlane.app.http.openai.openai_responses import EndpointKind
-from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.preprocess.models.byte_model import Model, byte_model_of
 from kvlane.app.preprocess.models.model import ModelLoader
 from kvlane.app.preprocess.models.model_aliases import ModelAliases, complete_members
 from kvlane.app.preprocess.models.model_names import quote_name, unknown_model, unsupported_kind
@@ -76,7 +76,8 @@ class ServedModels:
     def cards(self) -> Iterator[ModelCard]:
         """The cards of the models that have files."""
         self._refresh()
-        return (card for each in self._models.values() if (card := _files(each)))
+        cards = map(_card, self._models.values())
+        return (card for card in cards if byte_model_of(card) is None)
 
     def model(self, name: str) -> ServedModel:
         """The model of this name. Raises ApiError: 404 for an unknown model, 503 for one that had a
@@ -141,9 +142,9 @@ class ModelCatalog:
         takes = "tokens" if served.card is None else served.card.kind
         if wrong := unsupported_kind(name, takes, kind):
             raise invalid_request(f"model: {wrong}", "model", code="model_not_supported")
-        card = _files(served)
-        if card is None:
-            return ByteModel(served.name, served.context_length)
+        card = _card(served)
+        if (model := byte_model_of(card)) is not None:
+            return model
         try:
             return await self._loader.model(card)
         except TimeoutError:
@@ -153,11 +154,10 @@ class ModelCatalog:
             raise error_of_stream(e) from e
 
 
-def _files(served: ServedModel) -> ModelCard | None:
-    """The card of a model that has files. Its context is that of its workers, if it names none."""
-    card = served.card
-    if card is None or card.tokenizer is None:
-        return None
+def _card(served: ServedModel) -> ModelCard:
+    """The card of a model, or one of its name alone. Its context is that of its workers, if it
+    names none."""
+    card = served.card or ModelCard(name=served.name)
     if card.context_length is None and served.context_length is not None:
         return replace(card, context_length=served.context_length)
     return card

@@ -76,6 +76,13 @@ class ByteModel:
         return PreparedPrompts(with_parsing(request, parsers, requests, texts), texts)
 
 
+def byte_model_of(card: ModelCard) -> ByteModel | None:
+    """The model of a card without a tokenizer, whose tokens are bytes; None for another one. Such
+    cards are of engines without the files of a model: a worker whose engine has a model of its own
+    publishes its tokenizer, or does not start."""
+    return None if card.tokenizer is not None else ByteModel(card.name, card.context_length)
+
+
 def _tokens(
     request: OpenAIRequest, context: int | None
 ) -> tuple[Sequence[TextOrTokens], list[Sequence[int]]]:

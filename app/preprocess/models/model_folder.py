@@ -81,6 +81,9 @@ def read_folder(folder: Path) -> ModelFiles:
             context_length=text.max_position_embeddings,
         )
     except OSError as e:
+        if isinstance(e, FileNotFoundError) and (e.filename or "").endswith("tokenizer.json"):
+            why = "has no tokenizer.json: the tokens of texts are not known"
+            raise BadModel(f"{folder} {why}") from e
         raise BadModel(f"{folder}: {e}") from e
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise BadModel(f"{folder} is not laid out as Hugging Face does it: {e!r}") from e
