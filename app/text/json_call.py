@@ -7,6 +7,7 @@ the name is known.
 from __future__ import annotations
 
 import json
+import re
 from typing import Literal
 
 from msgspec import DecodeError
@@ -19,6 +20,7 @@ MAX_NAME_CHARS = 256
 
 _State = Literal["begin", "key", "colon", "value", "scalar", "string", "nested", "next", "end"]
 _SPACE = " \t\r\n"
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 _CLOSERS = {"{": "}", "[": "]"}
 
 
@@ -113,7 +115,7 @@ class JsonCall:
             raise MalformedCall("the name of its function is too long")
 
     def _end_string(self) -> None:
-        text = _string(self._value)
+        text = (_lenient_string if self._key in ARGUMENT_KEYS else _string)(self._value)
         if not self._key:
             if not text:
                 raise MalformedCall("it has an empty key")
@@ -191,6 +193,11 @@ def _string(literal: str) -> str:
         return writable(json.loads(literal, strict=False))
     except ValueError as e:
         raise MalformedCall(f"it has a string that is no JSON: {e}") from None
+
+
+def _lenient_string(literal: str) -> str:
+    """The same of arguments, where a backslash that escapes nothing is a character."""
+    return _string(_ESCAPE.sub(lambda found: found[0] if found[1] else "\\\\", literal))
 
 
 def is_object(text: str) -> bool:

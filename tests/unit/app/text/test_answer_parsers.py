@@ -181,6 +181,11 @@ def test_arguments_keep_the_spelling_of_the_model(body: str, arguments: str) -> 
     assert answer.content == ""
 
 
+def test_arguments_in_a_string_with_a_wrong_escape_are_its_text() -> None:
+    text = r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\x \\\u1\u00e9\"}"}</tool_call>'
+    assert parsed(TOOLS, text).calls == [("f", r'{"a": "\x \\u1é"}')]
+
+
 @pytest.mark.parametrize(
     ("body", "call"),
     [
