@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import ValidationError
 
 from kvlane.app.operator_error import OperatorError
@@ -69,6 +71,18 @@ def invalid_prompt(error: ValidationError) -> InvalidPrompt:
     left = len(problems) - NAMED_PROBLEMS
     more = [f"and {left} more"] if left > 0 else []
     return InvalidPrompt(fields[0], "; ".join([problems[0]["msg"], *others, *more]))
+
+
+def renamed(error: InvalidPrompt, names: Mapping[str, str]) -> InvalidPrompt:
+    """The error of a chat with the field of the body that the chat was made of. `names`: of fields
+    in that body, by those of the chat, the longer ones first; an entry of a list that was made anew
+    has the name of the list."""
+    field = error.field.replace(".function.", ".")
+    for name, own in names.items():
+        if field == name or field.startswith(f"{name}."):
+            rest = field.removeprefix(name)
+            return type(error)(own if rest[1:2].isdigit() else own + rest, error.message)
+    return type(error)(field, error.message)
 
 
 def _name(part: int | str) -> str:

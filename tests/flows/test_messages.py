@@ -19,6 +19,7 @@ MORE = {
     "rain": "Take a coat.",
     "both": f"First.\n{SCRIPT['one'].partition(chr(10))[2]} Then <tool_call>no call</tool_call>",
 }
+LARGE_FORM = {"type": "json_schema", "schema": {"type": "string", "pattern": "(a{1000}){1000}"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Köln"}}
 
 
@@ -102,6 +103,19 @@ async def test_blocks_of_the_whole_answer_are_those_of_the_stream() -> None:
         assert streamed.content[0].signature == streamed.id
         assert streamed.usage == whole.usage
         assert streamed.stop_reason == "tool_use"
+
+
+async def test_omitted_thinking_is_a_block_without_text() -> None:
+    async with memory_deployment(ScriptedEngine(SCRIPT)) as deployment, client_of(deployment) as ai:
+        fields = body("two", thinking={"type": "adaptive", "display": "omitted"})
+        whole = await ai.messages.create(**fields)
+        async with ai.messages.stream(**fields) as stream:
+            kinds = [event.type async for event in stream]
+            streamed = await stream.get_final_message()
+    assert "thinking" not in kinds, "no delta of the text"
+    for answer in (whole, streamed):
+        assert [block.type for block in answer.content] == ["thinking", "tool_use", "tool_use"]
+        assert (answer.content[0].thinking, answer.content[0].signature) == ("", answer.id)
 
 
 async def test_stream_has_its_events_in_order() -> None:
@@ -226,6 +240,10 @@ async def test_answer_whose_worker_fails_has_the_same_events() -> None:
         ({"container": "x"}, "container"),
         ({"temperature": 1.5}, "temperature"),
         ({"nvext": {"kv_transfer_params": {"a": 1}}}, "nvext.kv_transfer_params"),
+        ({"output_config": {"format": LARGE_FORM}}, "output_config.format"),
+        ({"output_format": LARGE_FORM}, "output_format"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({"thinking": {"type": "enabled", "display": "all"}}, "thinking.display"),
     ],
 )
 async def test_field_that_is_not_honoured_is_refused_by_name(

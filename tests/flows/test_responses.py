@@ -215,6 +215,10 @@ async def test_cancelled_response_keeps_its_part() -> None:
         ({"conversation": "x"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"max_output_tokens": 9000}, "max_output_tokens"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"input": ""}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ],
 )
 async def test_field_that_is_not_honoured_is_refused_by_name(
@@ -253,5 +257,8 @@ async def test_errors_have_the_classes_of_the_client() -> None:
     async with memory_deployment(ScriptedEngine(SCRIPT)) as deployment, client_of(deployment) as ai:
         with pytest.raises(openai.NotFoundError, match="other"):
             await ai.responses.create(**body("text", model="other"))
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": []}
+        with pytest.raises(openai.BadRequestError, match="allowed_tools is not supported"):
+            await ai.responses.create(**body("text"), extra_body={"tool_choice": allowed})
         with pytest.raises(openai.BadRequestError, match="no answer to"):
             await ai.responses.create(**body("unknown"), stream=True)

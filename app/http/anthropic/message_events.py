@@ -12,7 +12,10 @@ import msgspec
 
 from kvlane.app.http.api_errors import ApiError
 from kvlane.app.http.openai.answer_items import AnswerItem, ItemChange, ItemEncoder
+from kvlane.app.http.openai.event_encoder import ResponseOptions
+from kvlane.app.http.openai.openai_responses import Choice
 from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.app.metrics.gateway_metrics import TokenTimes
 
 _STOP_REASONS = {
     "length": "max_tokens",
@@ -34,6 +37,13 @@ class MessageEncoder(ItemEncoder):
 
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
     form = "message"
+
+    def __init__(
+        self, options: ResponseOptions, choices: Sequence[Choice], paces: Sequence[TokenTimes],
+        *, hides_thinking: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(options, choices, paces)
+        self.hidden = "reasoning" if hides_thinking else ""
 
     def encode_failure(self, failure: ApiError) -> bytes:
         return b"event: error\ndata: %b\n\n" % failure.message_body()
@@ -90,7 +100,8 @@ class MessageEncoder(ItemEncoder):
             case "text":
                 return {"type": "text", "text": item.text}
             case "reasoning":
-                return {"type": "thinking", "thinking": item.text, "signature": self.header.id}
+                thinking = "" if self.hidden else item.text
+                return {"type": "thinking", "thinking": thinking, "signature": self.header.id}
         return _empty(item) | {"input": _input(item.text)}
 
     def _stop(self) -> JsonObject:

@@ -160,6 +160,7 @@ class Thinking(StrictModel):
     """Whether the model reasons first. A budget is not enforced: `max_tokens` counts all."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(StrictModel):
@@ -210,6 +211,28 @@ _SAME = (
     "nvext",
 )  # fmt: skip
 """Fields with the same name and meaning in chats."""
+
+
+_NAMES = {
+    "messages": "messages",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "stop": "stop_sequences",
+}
+"""Fields by their names in chats."""
+
+
+def names_of(fields: Mapping[str, Any]) -> Mapping[str, str]:
+    """The names of the body's fields by those of the chat."""
+    config = fields.get("output_config")
+    is_new = isinstance(config, dict) and config.get("format")
+    form = "output_config.format" if is_new else "output_format"
+    return _NAMES | {"response_format.json_schema": form, "response_format": form}
+
+
+def hides_thinking(fields: Mapping[str, Any]) -> bool:
+    """Whether blocks of thinking come without their text. Of fields that may be wrong."""
+    thinking = fields.get("thinking")
+    return isinstance(thinking, dict) and thinking.get("display") == "omitted"
 
 
 def check_version(headers: Mapping[str, str]) -> None:

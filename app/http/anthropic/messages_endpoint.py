@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvlane.app.http.anthropic.message_events import MessageEncoder
-from kvlane.app.http.anthropic.message_requests import chat_of, check_version, counted_chat_of
+from kvlane.app.http.anthropic.message_requests import (
+    chat_of,
+    check_version,
+    counted_chat_of,
+    hides_thinking,
+    names_of,
+)
 from kvlane.app.http.openai.completions import Completions, ReadBody
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.http.openai.served_models import ServedModel
@@ -46,8 +53,9 @@ def model_of(served: ServedModel) -> JsonObject:
 
 
 async def _read(fields: dict[str, Any], _: Hold) -> ReadBody:
-    return ReadBody(chat_of(fields), MessageEncoder)
+    encoder = partial(MessageEncoder, hides_thinking=hides_thinking(fields))
+    return ReadBody(chat_of(fields), encoder, names=names_of(fields))
 
 
 async def _read_counted(fields: dict[str, Any], _: Hold) -> ReadBody:
-    return ReadBody(counted_chat_of(fields))
+    return ReadBody(counted_chat_of(fields), names=names_of(fields))

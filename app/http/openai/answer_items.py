@@ -153,6 +153,8 @@ class ItemEncoder:
 
     keep_alive: bytes
     form: str
+    hidden = ""
+    """The kind of items whose text is left out of the events."""
 
     def __init__(
         self, options: ResponseOptions, choices: Sequence[Choice], paces: Sequence[TokenTimes]
@@ -229,7 +231,7 @@ class ItemEncoder:
             return events + self._numbered(self.item_events(change))
         known = max(0, self._from - self._number)
         self._number += len(change.text)
-        if known >= len(change.text):
+        if known >= len(change.text) or change.item.kind == self.hidden:
             return events
         event = self.text_event(change._replace(text=change.text[known:]))
         return events + self._framed(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from kvlane.app.preprocess.json_limits import check_size, json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.models.model import PreparedPrompts
 from kvlane.app.preprocess.models.model_aliases import choice_key
-from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, renamed
 from kvlane.app.preprocess.request_reader import (
     TOO_DEEP,
     check_supported,
@@ -49,7 +49,7 @@ class ReadBody(NamedTuple):
     """The fields of a body in OpenAI's form, and the encoder of its answer. `is_background`: the
     answer continues without its client, and a response without a stream is sent at once. `values`:
     those of an added history, as `parse_json` counts them; `conversation`: the id of its first
-    response."""
+    response; `names`: of fields in the body that is in another form (`renamed`)."""
 
     fields: dict[str, Any]
     encoder: EncoderFactory = EventEncoder
@@ -57,6 +57,7 @@ class ReadBody(NamedTuple):
     stored: StoredInput | None = None
     values: int = 0
     conversation: str = ""
+    names: Mapping[str, str] | None = None
 
 
 BodyReader = Callable[[dict[str, Any], Hold], Awaitable[ReadBody]]
@@ -109,7 +110,7 @@ class Completions:
         self, kind: EndpointKind, request: HttpRequest, read: BodyReader
     ) -> PreparedBody:
         """The body of a request, checked and tokenised. Raises ApiError and PreprocessError."""
-        parts, caller = self._parts, caller_of(request)
+        caller = caller_of(request)
         await caller.count_request()
         async with self._bodies.read(request) as body:
             fields, values = await run_cooperatively(parse_body(body.content))
@@ -117,21 +118,31 @@ class Completions:
                 body_read = await read(fields, body.hold)
             except RecursionError:
                 raise InvalidPrompt("", TOO_DEEP) from None
-            fields, values = body_read.fields, values + body_read.values
-            aliases = parts.served_models.aliases
-            as_is = aliases.kind(fields.get("model")) != "tokens"
-            parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)
-            is_stored = body_read.stored is not None and not parsed.is_query
-            first_id = parts.streams.new_id(caller.tenant, is_stored=is_stored)
-            key = choice_key(parsed, caller.tenant, body_read.conversation or first_id)
-            name = aliases.model(parsed.model, key)
-            model = await parts.catalog.model(kind, name)
-            unsupported = parts.served_models.model(name).unsupported
-            check_supported(parsed, unsupported)
-            if values:  # a large body, which was parsed in steps
-                await asyncio.sleep(0)
-            prepared = await prepare(parsed, model, caller.cache_tenant)
-            requests = with_supported_features(prepared.requests, unsupported)
+            try:
+                return await self._prepare(kind, request, body_read, values + body_read.values)
+            except InvalidPrompt as e:
+                if body_read.names is None:
+                    raise
+                raise renamed(e, body_read.names) from e
+
+    async def _prepare(
+        self, kind: EndpointKind, request: HttpRequest, body_read: ReadBody, values: int
+    ) -> PreparedBody:
+        parts, caller, fields = self._parts, caller_of(request), body_read.fields
+        aliases = parts.served_models.aliases
+        as_is = aliases.kind(fields.get("model")) != "tokens"
+        parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)
+        is_stored = body_read.stored is not None and not parsed.is_query
+        first_id = parts.streams.new_id(caller.tenant, is_stored=is_stored)
+        key = choice_key(parsed, caller.tenant, body_read.conversation or first_id)
+        name = aliases.model(parsed.model, key)
+        model = await parts.catalog.model(kind, name)
+        unsupported = parts.served_models.model(name).unsupported
+        check_supported(parsed, unsupported)
+        if values:  # a large body, which was parsed in steps
+            await asyncio.sleep(0)
+        prepared = await prepare(parsed, model, caller.cache_tenant)
+        requests = with_supported_features(prepared.requests, unsupported)
         prepared = prepared._replace(requests=requests)
         return PreparedBody(parsed, prepared, model, body_read, first_id)
 

@@ -32,6 +32,7 @@ from kvlane.app.preprocess.requests.request_models import (
     Limit,
     Part,
     call_of,
+    check_allowed_tools,
     chosen_function,
     content_of,
     function_of,
@@ -222,6 +223,16 @@ _SHOWN = (
 """Fields that come back with the response."""
 
 
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+"""Fields by their names in chats."""
+
+
 class ResponseRequest(NamedTuple):
     """A checked body, and all its fields."""
 
@@ -258,6 +269,10 @@ class ResponseRequest(NamedTuple):
             for tool in self.body.tools or ()
             for function in (tool.tools if isinstance(tool, NamespaceTool) else (tool,))
         ]
+
+    def names(self) -> Mapping[str, str]:
+        """The names of fields by those of the chat, which has tools of namespaces in one list."""
+        return _NAMES | {"tools": "tools"} if self.namespaces() else _NAMES
 
     def namespaces(self) -> dict[str, str]:
         """The namespaces of functions, by their names."""
@@ -343,6 +358,7 @@ def _tool_choice(choice: Any, names: Collection[str]) -> Any:
             return choice
         case {"type": "function", "name": str(name)}:
             return chosen_function(name, names)
+    check_allowed_tools(choice)
     raise InvalidPrompt("tool_choice", "must be none, auto, required or a function")
 
 

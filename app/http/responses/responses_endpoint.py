@@ -125,8 +125,9 @@ class ResponsesEndpoint:
         encoder = partial(ResponseEncoder, request=shown, namespaces=namespaces)
         is_background = bool(asked.body.background)
         return ReadBody(
-            asked.chat(), encoder, is_background, stored, history.values, history.conversation
-        )
+            asked.chat(), encoder, is_background, stored, history.values, history.conversation,
+            asked.names(),
+        )  # fmt: skip
 
     async def _history(self, previous: str, tenant: str, hold: Hold) -> History:
         try:

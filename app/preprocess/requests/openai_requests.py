@@ -36,6 +36,7 @@ from kvlane.app.preprocess.requests.request_models import (
     GenerationBody,
     PassthroughBody,
     TokensBody,
+    check_allowed_tools,
 )
 from kvlane.app.preprocess.requests.unsupported_fields import (
     OF_CHATS,
@@ -345,6 +346,7 @@ def _check_tool_choice(body: ChatBody) -> None:
             if name not in {tool.function.name for tool in body.tools}:
                 raise InvalidPrompt("tool_choice.function.name", "is none of the tools")
         case _:
+            check_allowed_tools(choice)
             raise InvalidPrompt("tool_choice", "must be none, auto, required or a function")
 
 

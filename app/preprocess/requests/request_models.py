@@ -304,6 +304,12 @@ def chosen_function(name: Any, names: Collection[str]) -> dict[str, Any]:
     return function_of(name=name)
 
 
+def check_allowed_tools(choice: Any) -> None:
+    """Raises InvalidPrompt for a choice among some of the tools."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        raise InvalidPrompt("tool_choice", "allowed_tools is not supported: send these tools alone")
+
+
 def _content(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     """A text, or a list of parts, whose errors name no branch of a union; null as no parts."""
     if value is None:
