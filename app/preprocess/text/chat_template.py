@@ -158,7 +158,7 @@ def _shape_of(syntax: nodes.Template, source: str) -> _Shape:
 
 
 _NAMED_CALL = "<|tool_call_argument_begin|>"
-"""Of Kimi, whose calls name their function in their id alone: `functions.NAME:NUMBER`."""
+"""Of Kimi, whose calls name their function in their id alone: such as `functions.search:0`."""
 _SHORT_ID = re.compile(r"\|\s*length\s*!=\s*9\b")
 """Of Mistral, whose templates refuse other ids."""
 
