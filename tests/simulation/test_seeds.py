@@ -198,14 +198,16 @@ def test_only_a_process_that_never_reached_its_broker_may_end_for_it(was_connect
 
 
 @pytest.mark.parametrize("was_up", [False, True])
-@pytest.mark.parametrize("part", ["broker", "router"])
-def test_process_may_end_for_brokers_that_are_away_during_its_start(
+@pytest.mark.parametrize("part", ["broker", "router", "worker"])
+def test_process_may_end_for_an_absence_of_brokers_or_its_own_during_its_start(
     part: AbsentPart, was_up: bool
 ) -> None:
-    node: Any = SimpleNamespace(label="w1#1", name="w1", was_connected=True, was_up=was_up)
+    node: Any = SimpleNamespace(
+        label="w1#1", name="w1", kind="worker", was_connected=True, was_up=was_up
+    )
     absence = Absence(part, 10.0, 1300.0, is_paused=False, is_of_one=False)
     world = _world_of(node, AppendFailed("no acknowledgement"), absence)
-    assert bool(list(_failed(world))) == (was_up or part != "broker")
+    assert bool(list(_failed(world))) == (was_up or part == "router")
 
 
 def _world_of(node: Any, error: Exception, absence: Absence | None = None) -> Any:
