@@ -110,7 +110,7 @@ async def _alias(alias: ModelAlias) -> list[str]:
 
 
 async def _unalias(name: str) -> tuple[bool, bool]:
-    """Whether there was an alias, and is a model of this name."""
+    """Whether an alias had this name, and whether a model has it."""
     async with connected_fleet() as (log, clock, fleet):
         if found := name in fleet.aliases:
             await end_order(log, clock, f"alias/{name}")

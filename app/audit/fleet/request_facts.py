@@ -17,8 +17,8 @@ from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.records import Assigned, Fencing, Finished, PrefillDone
 
 MAX_NEWEST = 10_000
-"""Ended requests that are kept whatever their end, the newest; about 8 MB. Their own records may be
-read after their ends, since partitions are read one after the other."""
+"""The newest ended requests, which are all kept; about 8 MB. The record of a request may be read
+after its end, since partitions are read one after the other."""
 MAX_OF_MINUTE = 200
 """Slowest, and failed, requests that are kept of each minute before: 10 MB for an hour each."""
 MAX_ENDED_IDS = 50_000
@@ -58,7 +58,7 @@ class RequestFacts(msgspec.Struct, order=True):
 
     @property
     def since_ms(self) -> int:
-        """From when on its times count: without its own record from when its router had it."""
+        """The time from which the others count: its append, or its arrival at a router."""
         return self.began_ms or self.received_ms
 
     def note(self, record: LedgerRecord, at_ms: int) -> None:

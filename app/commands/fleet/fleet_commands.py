@@ -34,7 +34,7 @@ SinceOption = Annotated[
 ]
 WINDOW = "-5m"
 MAX_SLOW = 1000
-"""Greatest N of `--slow`: of each minute so many are kept."""
+"""Greatest N of `--slow`: the view keeps up to N requests of each minute."""
 TOP_ROWS = 10
 """Workers, and open requests, that `kvlane top` shows: the topics have to fit below."""
 TOP_MORE_ROWS = 5

@@ -380,7 +380,7 @@ class EventParser:
         self._line = bytearray()
         """The beginning of a line whose end is not there yet."""
         self._is_at_start = True
-        """Whether a byte order mark may come, which means nothing."""
+        """True before the first line, which may begin with a byte order mark."""
         self._data: list[bytes] = []
         """The lines of data of the event under way."""
         self._size = 0

@@ -158,7 +158,7 @@ _STATUS_FIELDS = (
     "code", "status", "status_code", "statusCode", "http_status", "httpStatus", "error_code",
 )  # fmt: skip
 _OWN_MESSAGES = ("message", "msg", "error_message", "error_msg")
-"""Fields of an error that stands in no other object."""
+"""Fields with the message of an error that is the whole body."""
 _MESSAGE_FIELDS = ("message", "msg", "detail", "details", *_OWN_MESSAGES[2:], "title", "reason")
 
 

@@ -37,7 +37,7 @@ class AnswerItem:
         self.call_id = call_id
         self.name = name
         self.has_begun = False
-        """Whether its begin was a change: that of a call waits until its name is complete."""
+        """Whether a change has announced it: a call is announced once its name is complete."""
         self._parts: list[str] = []
 
     @property

@@ -64,7 +64,7 @@ class ServedModels:
             self._known.pop(next(iter(self._known)))
 
     def models(self) -> list[ServedModel]:
-        """What clients can name: an alias stands before the model of its name."""
+        """The aliases and models that clients can name; an alias hides the model of its name."""
         self._refresh()
         return list(self._listed.values())
 
