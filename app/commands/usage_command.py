@@ -55,6 +55,8 @@ def usage(
     from kvlane.app.settings import Settings
     from kvlane.streams.clock import SystemClock
 
+    if str(csv_file) == str(json) == "-":
+        raise typer.BadParameter("give --csv - or --json -, not both: standard output has one form")
     clock, groups, settings = SystemClock(), usage_report.parse_groups(by), Settings()
     period = range_between(since, until, clock.wall_ms())
     if budgets and settings.api_keys_file is None:

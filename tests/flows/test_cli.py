@@ -384,3 +384,9 @@ def test_json_on_standard_output_comes_alone(
     shown = kvlane(*words.split(), "--json", "-")
     assert shown.exit_code == 0, shown.output
     json.loads(shown.stdout)
+
+
+def test_usage_writes_one_form_to_standard_output() -> None:
+    result = CliRunner().invoke(app, ["usage", "--csv", "-", "--json", "-"])
+    assert result.exit_code == 2
+    assert "not both" in result.output
